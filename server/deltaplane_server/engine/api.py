@@ -1,0 +1,147 @@
+"""What goes into the engine and what comes out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.plan import SampledToken, StepPlan
+from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
+from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A checked request. The engine owns `lease` from the moment submit() returns and releases it at the end.
+
+    num_outputs: output i draws with seed + i where a seed is set.
+    adapter, adapter_version: for usage and logs; empty and 0 for the base model.
+    adapter_hit: whether the adapter was resident at admission.
+    stream_interval: tokens of an output that are sent together, at least 1.
+    """
+
+    request_id: str
+    prompt_tokens: Sequence[int]
+    sampling: SamplingParams
+    stop: StopParams
+    num_outputs: int = 1
+    lease: AdapterLease | None = None
+    adapter: str = ""
+    adapter_version: int = 0
+    adapter_hit: bool = True
+    tenant: str = ""
+    priority: int = 0
+    skip_special_tokens: bool = True
+    stream_interval: int = 1
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why an output ended. At most one of matched_text and matched_token is set, on STOP only.
+
+    error: what failed, on ERROR only.
+    """
+
+    reason: FinishReason
+    matched_text: str | None = None
+    matched_token: int | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Figures of a whole request; times in milliseconds (see Usage in generation.proto)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    adapter: str
+    adapter_version: int
+    adapter_hit: bool
+    adapter_load_ms: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A drawn token's natural log-probability and the likeliest (token, log-probability) pairs."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new of one output: text and tokens since the last delta, never cumulative.
+
+    finish: set on the last delta of this output, and only there.
+    usage: set on the last delta of the request, and only there.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    usage: Usage | None = None
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def result(self) -> list[SampledToken]:
+        """Waits for the step and answers a token for each scheduled sequence that samples, in plan order."""
+        ...
+
+
+class Runner(Protocol):
+    """Computes steps. The only face of tensors towards the engine; called by the engine thread alone."""
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Starts a step."""
+        ...
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Drops what is kept for a finished sequence (its random state)."""
+        ...
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics and GetCapacity."""
+
+    num_waiting: int
+    num_running: int
+    kv_pages_total: int
+    kv_pages_free: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class EngineObserver(Protocol):
+    """Told of what happens, from the engine thread; must be quick and must not raise."""
+
+    def on_step(self, *, seconds: float, num_tokens: int, num_decodes: int, num_adapters: int) -> None: ...
+    def on_first_token(self, *, adapter: str, seconds: float) -> None: ...
+    def on_inter_token(self, *, seconds: float) -> None: ...
+    def on_preemption(self) -> None: ...
+    def on_finish(self, *, request: GenerationRequest, usage: Usage, reason: FinishReason) -> None: ...

@@ -1,0 +1,59 @@
+"""What one step computes: the scheduler's word to the runner, and the runner's answer."""
+
+from dataclasses import dataclass, field
+
+from deltaplane_server.scheduling.sequence import Sequence
+
+NO_SLOT = -1
+"""The slot of base-model rows."""
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """A sequence's share of a step: tokens[start : start + num_tokens] are computed.
+
+    slot: the adapter's slot, or NO_SLOT.
+    samples: whether the last of them yields the next token (false for a prefill chunk that is not the last).
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    slot: int
+    samples: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks.
+
+    KV pages for all tokens of the step are already in each sequence's `pages`.
+    """
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    num_decodes: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of a sequence.
+
+    logprob: its natural log-probability under the model's unmodified distribution; None unless asked for.
+    top: the likeliest (token, log-probability) pairs, likeliest first.
+    """
+
+    sequence: Sequence
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()

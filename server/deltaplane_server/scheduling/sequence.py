@@ -1,0 +1,62 @@
+"""One output of one request, as the scheduler sees it. No tensor, no text."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of a prompt and of its output, and how far their KV is computed.
+
+    id: unique in this process.
+    request_id, index: the request and which of its outputs this is.
+    tokens: prompt and output together; grows as tokens are drawn.
+    num_computed: tokens whose KV is in `pages`; 0 after a preemption.
+    pages: KV page ids, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
+    lease: the adapter version that answers; None for the base model.
+    arrival: seconds on the scheduler's clock.
+    """
+
+    id: int
+    request_id: str
+    index: int
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    stop: StopParams
+    lease: AdapterLease | None = None
+    tenant: str = ""
+    priority: int = 0
+    arrival: float = 0.0
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def adapter_uid(self) -> int:
+        """Identity of the adapter version, unique in this process; 0 is the base model."""
+        return self.lease.uid if self.lease is not None else 0
