@@ -1,0 +1,243 @@
+"""deltaplane against transformers' generate on the small model: 8 streams of 64 tokens, through gRPC.
+
+    python -m bench.cpu --model FOLDER --lora-modules legal-brief=PATH creative-story=PATH
+
+Base only, and mixed (3 of one adapter, 3 of the other, 2 base). The server and transformers' generate run
+in processes of their own, one after the other, twice round, so that both meet the machine in the same
+state; the best of all repeats counts. Also: seconds from the command to ready, and the server's peak memory.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from bench import report
+from deltaplane.v1 import generation_pb2, generation_pb2_grpc
+
+PROMPTS = (
+    "The ship left the harbour before",
+    "In the small village by the river there was",
+    "Tell me about the weather in the mountains in spring",
+    "My neighbour has a dog that",
+    "The recipe needs two eggs, a cup of flour and",
+    "Once the train had stopped, the passengers",
+    "A letter arrived on Monday from",
+    "The library keeps its oldest books in",
+)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one life of the server showed. rates: tokens per second; ttft: seconds to the first token."""
+
+    ready_s: float
+    peak_bytes: int
+    base_rates: list[float]
+    mixed_rates: list[float]
+    base_ttft: list[float]
+    mixed_ttft: list[float]
+
+
+def main() -> None:
+    args = _parse()
+    adapters = dict(module.split("=", 1) for module in args.lora_modules)
+    first, second = adapters
+    mix = [first] * 3 + [second] * 3 + [""] * 2
+    rounds, yardsticks = [], []
+    for number in range(args.rounds):
+        print(f"round {number + 1} of {args.rounds}: deltaplane", flush=True)
+        rounds.append(_serve_and_measure(args, mix))
+        print(f"round {number + 1} of {args.rounds}: transformers and PEFT", flush=True)
+        yardsticks.append(_transformers(args, adapters, mix))
+    results = _results(rounds, yardsticks)
+    _show(results)
+    workload = {
+        "model": Path(args.model).name,
+        "adapters": list(adapters),
+        "streams": len(PROMPTS),
+        "tokens": args.tokens,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "repeats": args.repeats,
+        "rounds": args.rounds,
+        "mix": mix,
+    }
+    print(f"written to {report.write(f'cpu-{args.dtype}', workload, results)}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--lora-modules", nargs=2, required=True, metavar="NAME=PATH")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], str, float]]:
+    """A server process, its data-plane address, and the seconds from the command to ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        ports_file = Path(folder) / "ports.json"
+        command = [sys.executable, "-m", "deltaplane_server", "serve", args.model]
+        command += ["--lora-modules", *args.lora_modules, "--dtype", args.dtype, "--state", ":memory:"]
+        command += ["--port", "0", "--admin-port", "0", "--http-port", "0", "--ports-file", str(ports_file)]
+        command += ["--threads", str(args.threads)]
+        start = time.perf_counter()
+        with (Path(folder) / "server.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            while not ports_file.exists():
+                if process.poll() is not None or time.perf_counter() - start > 300:
+                    raise SystemExit((Path(folder) / "server.log").read_text())
+                time.sleep(0.02)
+            ready_s = time.perf_counter() - start
+            yield process, f"127.0.0.1:{json.loads(ports_file.read_text())['port']}", ready_s
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _serve_and_measure(args: argparse.Namespace, mix: list[str]) -> Round:
+    with _server(args) as (process, address, ready_s):
+        base_rates, base_ttft = asyncio.run(_repeat(address, [""] * len(mix), args))
+        mixed_rates, mixed_ttft = asyncio.run(_repeat(address, mix, args))
+        peak = _peak_bytes(process.pid)
+    return Round(ready_s, peak, base_rates, mixed_rates, base_ttft, mixed_ttft)
+
+
+async def _repeat(
+    address: str, adapters: list[str], args: argparse.Namespace
+) -> tuple[list[float], list[float]]:
+    """Tokens per second and median seconds to the first token of each repeat, after one warm-up."""
+    rates, ttfts = [], []
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        for repeat in range(args.repeats + 1):
+            start = time.perf_counter()
+            streams = [
+                _stream(stub, prompt, adapter, args.tokens)
+                for prompt, adapter in zip(PROMPTS, adapters, strict=True)
+            ]
+            first_tokens = await asyncio.gather(*streams)
+            seconds = time.perf_counter() - start
+            if repeat:
+                rates.append(args.tokens * len(adapters) / seconds)
+                ttfts.append(statistics.median(t - start for t in first_tokens))
+    return rates, ttfts
+
+
+async def _stream(stub: Any, prompt: str, adapter: str, tokens: int) -> float:
+    """Runs one greedy stream to its end and answers when its first token came."""
+    request = generation_pb2.GenerateRequest(
+        text=prompt,
+        adapter=adapter,
+        sampling=generation_pb2.SamplingParams(temperature=0),
+        stop=generation_pb2.StopCondition(max_tokens=tokens, ignore_eos=True),
+    )
+    first_token, made = 0.0, 0
+    async for message in stub.Generate(request):
+        first_token = first_token or time.perf_counter()
+        made += len(message.token_ids)
+    if made != tokens:
+        raise SystemExit(f"the server made {made} tokens instead of the {tokens} asked for")
+    return first_token
+
+
+def _peak_bytes(pid: int) -> int:
+    """Peak resident memory of a process (VmHWM), in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+
+def _transformers(
+    args: argparse.Namespace, adapters: dict[str, str], mix: list[str]
+) -> dict[str, list[float]]:
+    job = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "prompts": PROMPTS,
+        "tokens": args.tokens,
+        "repeats": args.repeats,
+        "adapters": adapters,
+        "mix": mix,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.transformers_generate"],
+        input=json.dumps(job),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    figures: dict[str, list[float]] = json.loads(done.stdout)
+    return figures
+
+
+def _results(rounds: list[Round], yardsticks: list[dict[str, list[float]]]) -> dict[str, Any]:
+    ours = {
+        "base": _rates(rate for r in rounds for rate in r.base_rates),
+        "mixed": _rates(rate for r in rounds for rate in r.mixed_rates),
+    }
+    theirs = {name: _rates(rate for y in yardsticks for rate in y[name]) for name in ("base", "mixed")}
+    return {
+        "deltaplane": ours,
+        "transformers": theirs,
+        "mixed_over_base": ours["mixed"]["best"] / ours["base"]["best"],
+        "base_over_transformers": ours["base"]["best"] / theirs["base"]["best"],
+        "ttft_s": {
+            "base": statistics.median(t for r in rounds for t in r.base_ttft),
+            "mixed": statistics.median(t for r in rounds for t in r.mixed_ttft),
+        },
+        "ready_s": [r.ready_s for r in rounds],
+        "peak_bytes": max(r.peak_bytes for r in rounds),
+    }
+
+
+def _rates(rates: Iterator[float]) -> dict[str, Any]:
+    values = list(rates)
+    return {"best": max(values), "median": statistics.median(values), "all": values}
+
+
+def _show(results: dict[str, Any]) -> None:
+    rows = [
+        [f"{server}, {load}", f"{rates['best']:.1f}", f"{rates['median']:.1f}"]
+        for server in ("deltaplane", "transformers")
+        for load, rates in results[server].items()
+    ]
+    report.print_table("Tokens per second (mixed in transformers is PEFT)", ["", "best", "median"], rows)
+    report.print_table(
+        "The server",
+        ["", ""],
+        [
+            ["mixed / base", f"{results['mixed_over_base']:.3f}"],
+            ["base / transformers", f"{results['base_over_transformers']:.3f}"],
+            ["first token, 8 at once, base / mixed, ms", _ms_pair(results["ttft_s"])],
+            ["ready after, s", " ".join(f"{s:.1f}" for s in results["ready_s"])],
+            ["peak memory, GB", f"{results['peak_bytes'] / 1e9:.3f}"],
+        ],
+    )
+
+
+def _ms_pair(ttft: dict[str, float]) -> str:
+    return f"{ttft['base'] * 1e3:.0f} / {ttft['mixed'] * 1e3:.0f}"
+
+
+if __name__ == "__main__":
+    main()
