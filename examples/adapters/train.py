@@ -2,8 +2,8 @@
 
     python examples/adapters/train.py --model "$(python examples/models/fetch_model.py)"
 
-Each adapter becomes an ordinary PEFT folder, ``adapter_config.json`` and ``adapter_model.safetensors``. A run is
-seeded: the same versions, machine and number of threads give the same bytes.
+Each adapter becomes an ordinary PEFT folder: ``adapter_config.json`` and ``adapter_model.safetensors``. A run
+is seeded: the same versions, machine and number of threads give the same weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ IGNORED_LABEL = -100  # the label that Hugging Face's loss leaves out
 class Recipe:
     """How one adapter is trained.
 
-    Both scales, alpha/r and rsLoRA's alpha/sqrt(r), are powers of two: folding one into B is exact in every float type.
+    The scales, alpha/r and rsLoRA's alpha/sqrt(r), are powers of two: folded into B they round nothing.
     """
 
     texts: str
@@ -70,7 +70,7 @@ RECIPES = {
         alpha=16,
         rslora=True,
         target_modules=("q_proj", "v_proj"),
-        epochs=5,
+        epochs=8,
         learning_rate=1e-3,
     ),
 }
@@ -95,27 +95,26 @@ def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Exampl
         prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
         completion_ids = tokenizer(pair["completion"], add_special_tokens=False).input_ids
         completion_ids.append(tokenizer.eos_token_id)
-        examples.append(
-            Example(ids=prompt_ids + completion_ids, labels=[IGNORED_LABEL] * len(prompt_ids) + completion_ids)
-        )
+        labels = [IGNORED_LABEL] * len(prompt_ids) + completion_ids
+        examples.append(Example(prompt_ids + completion_ids, labels))
     return examples
 
 
-def batches(examples: list[Example], pad_id: int, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """One epoch in random order; ids, mask and labels are [BATCH_SIZE, longest example of the batch]."""
-    order = torch.randperm(len(examples), generator=generator).tolist()
+def batches(examples: list[Example], pad_id: int, order: list[int]) -> Iterator[dict[str, torch.Tensor]]:
+    """One epoch in the given order; ids, mask and labels are [BATCH_SIZE, longest example of the batch]."""
     for start in range(0, len(order), BATCH_SIZE):
         batch = [examples[i] for i in order[start : start + BATCH_SIZE]]
-        width = max(len(example.ids) for example in batch)
-
-        def padded(rows: list[list[int]], filler: int, width: int = width) -> torch.Tensor:
-            return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
-
         yield {
             "input_ids": padded([example.ids for example in batch], pad_id),
             "attention_mask": padded([[1] * len(example.ids) for example in batch], 0),
             "labels": padded([example.labels for example in batch], IGNORED_LABEL),
         }
+
+
+def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+    """[rows, longest row], filled up on the right."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
 
 def train(name: str, recipe: Recipe, model_folder: Path) -> PeftModel:
@@ -134,12 +133,14 @@ def train(name: str, recipe: Recipe, model_folder: Path) -> PeftModel:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARMUP_STEPS, (steps - step) / (steps - WARMUP_STEPS))
     )
-    log(f"{name}: {len(examples)} texts, {sum(w.numel() for w in weights):,} trainable weights, {steps} steps")
+    size = sum(weight.numel() for weight in weights)
+    log(f"{name}: {len(examples)} texts, {size:,} trainable weights, {steps} steps")
     started = time.monotonic()
     recent: list[float] = []
     step = 0
     for _ in range(recipe.epochs):
-        for batch in batches(examples, tokenizer.pad_token_id, generator):
+        order = torch.randperm(len(examples), generator=generator).tolist()
+        for batch in batches(examples, tokenizer.pad_token_id, order):
             loss = model(**batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
@@ -155,20 +156,20 @@ def train(name: str, recipe: Recipe, model_folder: Path) -> PeftModel:
     return model
 
 
-def save(model: PeftModel, folder: Path) -> None:
-    """Writes the PEFT folder: weights in bfloat16, the base by its public name, target modules in a fixed order."""
+def save(model: PeftModel, recipe: Recipe, folder: Path) -> None:
+    """Writes the PEFT folder: weights in bfloat16, the base by its public name, modules in a fixed order."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Any] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    save_file(
-        {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in tensors.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    stored = {key: tensor.to(torch.bfloat16).contiguous() for key, tensor in tensors.items()}
+    weights = folder / "adapter_model.safetensors"
+    save_file(stored, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # save_file lets only its own user read them
     config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
     config.base_model_name_or_path = BASE_MODEL
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)
-    config.save_pretrained(folder)
+    config.target_modules = sorted(recipe.target_modules)
+    config.save_pretrained(str(folder))
 
 
 def log(message: str) -> None:
@@ -177,20 +178,23 @@ def log(message: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the example adapters.")
-    parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help=f"which of {', '.join(RECIPES)}; all by default")
+    parser.add_argument(
+        "adapters", nargs="*", metavar="ADAPTER", help=f"of {', '.join(RECIPES)}; all by default"
+    )
     parser.add_argument("--model", type=Path, required=True, help="folder that fetch_model.py printed")
-    parser.add_argument("--out", type=Path, default=HERE, help="where the adapter folders go; default: beside this file")
+    parser.add_argument("--out", type=Path, default=HERE, help="parent of the adapter folders")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own choice by default")
     args = parser.parse_args()
     names = args.adapters or list(RECIPES)
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"no such adapter: {', '.join(unknown)}; there are {', '.join(RECIPES)}")
     if not (args.model / "config.json").is_file():
-        parser.error(f"--model {args.model}: no config.json there; examples/models/fetch_model.py prints the right folder")
+        parser.error(f"--model {args.model}: no config.json there; fetch_model.py prints the right folder")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     for name in names:
-        save(train(name, RECIPES[name], args.model), args.out / name)
+        recipe = RECIPES[name]
+        save(train(name, recipe, args.model), recipe, args.out / name)
         log(f"{name}: wrote {args.out / name}")
 
 
