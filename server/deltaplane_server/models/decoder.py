@@ -1,0 +1,176 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: pre-norm, rotary, grouped-query attention, gated MLP.
+
+The families differ in DecoderConfig alone. A step's tokens are rows of one matrix, whichever sequences they
+belong to; only attention knows which ones.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltaplane_kernels.activation import silu_mul
+from deltaplane_kernels.attention import AttentionPlan, paged_attention, write_kv
+from deltaplane_kernels.layout import PackedLinear
+from deltaplane_kernels.linear import Linear
+from deltaplane_kernels.norm import add_rms_norm, rms_norm
+from deltaplane_kernels.rotary import apply_rotary, rotary_factors
+from deltaplane_server.models.config import DecoderConfig
+from deltaplane_server.models.weights import Checkpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+class ReadRows(Protocol):
+    def __call__(self, *names: str) -> Tensor:
+        """Tensors of the checkpoint below each other, in the decoder's dtype and on its device."""
+        ...
+
+
+class LoraStep(Protocol):
+    """The deltas of one step."""
+
+    def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        """y += B(A x) in the rows that have an adapter. x: [T, in], y: [T, out] of that packed linear."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """The tokens of one step.
+
+    tokens, positions: [T], int64.
+    attention: where they stand in the KV pages.
+    lora: the deltas; None for a step of the base model alone.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    attention: AttentionPlan
+    lora: LoraStep | None = None
+
+
+class Decoder:
+    """The frozen base model on one device.
+
+    dtype: of weights and activations. The embedding table stays in the checkpoint's dtype and its rows are
+    cast when they are looked up, which gives the same values.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Reads the weights one by one straight into the packed linears: no second copy of the model arises.
+
+        Errors: InvalidArgumentError when the checkpoint does not fit the config.
+        """
+        checkpoint.check(config.tensor_shapes(), optional=(HEAD,))
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        read = partial(checkpoint.read_rows, dtype=dtype, device=device)
+        self._embedding = checkpoint.read_rows(
+            EMBEDDING, dtype=checkpoint.tensors[EMBEDDING].dtype, device=device
+        )
+        self._inv_freq = torch.tensor(config.rope.inv_freq, dtype=torch.float32, device=device)
+        self._layers = [DecoderLayer(config, index, read) for index in range(config.num_layers)]
+        self._norm = read("model.norm.weight")
+        # transformers, too, takes a head that is there, even if the config says that it is tied.
+        self._head = Linear(read(HEAD) if HEAD in checkpoint else self._embedding.to(dtype))
+
+    def forward(self, inputs: DecoderInputs, pages: Tensor) -> Tensor:
+        """The hidden states after the last layer; writes the keys and values of the step's tokens.
+
+        pages: [num_pages, num_layers, 2, Hkv, page_size, D] of this decoder's dtype (see kernels.attention).
+        Returns [T, hidden_size].
+        """
+        x = self._embedding.index_select(0, inputs.tokens).to(self.dtype)
+        residual = torch.zeros_like(x)
+        rotary = rotary_factors(inputs.positions, self._inv_freq, self.config.rope.scaling, self.dtype)
+        for layer, kv in zip(self._layers, pages.unbind(1), strict=True):
+            x = layer.forward(x, residual, rotary, inputs, kv)
+        return residual.add_(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size], float32."""
+        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+
+
+def decoder_bytes(
+    config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes that the weights of a Decoder take."""
+    shapes = config.tensor_shapes()
+    table = math.prod(shapes.pop(EMBEDDING))
+    shapes.pop(HEAD, None)
+    # A CPU keeps the head in a layout of its own; elsewhere tied embeddings of the same dtype are one tensor.
+    shares_table = HEAD not in checkpoint and device.type != "cpu" and dtype == checkpoint.dtype
+    head = 0 if shares_table else table * dtype.itemsize
+    return table * checkpoint.dtype.itemsize + head + sum(map(math.prod, shapes.values())) * dtype.itemsize
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm. What a block computes is added to the residual stream together
+    with the next norm, so forward() takes the block before it and returns the block that is still to add.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int, read: ReadRows) -> None:
+        prefix = f"model.layers.{index}"
+        self._index = index
+        self._eps = config.rms_norm_eps
+        self._window = config.windows[index]
+        self._head_dim = config.head_dim
+        self._num_heads = config.num_heads
+        self._num_kv_heads = config.num_kv_heads
+        self._linears = {
+            linear.name: _read_linear(linear, prefix, config.has_bias(linear.name), read)
+            for linear in config.adapter_layout().linears
+        }
+        self._input_norm = read(f"{prefix}.input_layernorm.weight")
+        self._post_attention_norm = read(f"{prefix}.post_attention_layernorm.weight")
+        self._qk_norm = (
+            (read(f"{prefix}.self_attn.q_norm.weight"), read(f"{prefix}.self_attn.k_norm.weight"))
+            if config.qk_norm
+            else None
+        )
+
+    def forward(
+        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], inputs: DecoderInputs, kv: Tensor
+    ) -> Tensor:
+        """x, residual: [T, hidden_size]; kv: [num_pages, 2, Hkv, page_size, D]. Returns [T, hidden_size]."""
+        x = add_rms_norm(x, residual, self._input_norm, self._eps)
+        x = self._attention(x, rotary, inputs, kv)
+        x = add_rms_norm(x, residual, self._post_attention_norm, self._eps)
+        x = silu_mul(self._linear("gate_up_proj", x, inputs.lora))
+        return self._linear("down_proj", x, inputs.lora)
+
+    def _attention(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], inputs: DecoderInputs, kv: Tensor
+    ) -> Tensor:
+        heads = self._linear("qkv_proj", x, inputs.lora).view(x.shape[0], -1, self._head_dim)
+        queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads : -self._num_kv_heads]
+        if self._qk_norm is not None:
+            q_norm, k_norm = self._qk_norm
+            queries.copy_(rms_norm(queries, q_norm, self._eps))
+            keys.copy_(rms_norm(keys, k_norm, self._eps))
+        apply_rotary(heads[:, : self._num_heads + self._num_kv_heads], *rotary)
+        write_kv(kv, heads[:, self._num_heads :], inputs.attention)
+        return self._linear(
+            "o_proj", paged_attention(queries, kv, inputs.attention, self._window), inputs.lora
+        )
+
+    def _linear(self, name: str, x: Tensor, lora: LoraStep | None) -> Tensor:
+        y = self._linears[name](x)
+        if lora is not None:
+            lora.add_delta(self._index, name, x, y)
+        return y
+
+
+def _read_linear(linear: PackedLinear, prefix: str, has_bias: bool, read: ReadRows) -> Linear:
+    modules = [f"{prefix}.{part.module}" for part in linear.slices]
+    bias = read(*(f"{module}.bias" for module in modules)) if has_bias else None
+    return Linear(read(*(f"{module}.weight" for module in modules)), bias)
