@@ -86,10 +86,32 @@ class DevicePool(Protocol):
     def copy_in(self, slot: int, pages: Sequence[int], adapter: HostAdapter) -> None:
         """Copies the adapter into `pages` and binds them to `slot`. Returns when a step may use the slot.
 
-        Called from a loader thread for a slot and pages that no step uses.
+        Called for a slot and pages that no step uses. When it fails, the slot stays unbound. This and
+        `clear` are called by one thread, which is not the engine's, one after the other.
         """
         ...
 
     def clear(self, slot: int) -> None:
         """Unbinds a slot that no step uses. Its pages are free afterwards."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """What the server knows beside the adapters, for GetCapacity.
+
+    kv_page_size: tokens of a KV page.
+    memory: purpose ("weights", "kv_pages", "adapter_pages", "workspace", "host_cache") to bytes that it was
+        given at start.
+    """
+
+    kv_pages: int = 0
+    free_kv_pages: int = 0
+    kv_page_size: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+class ServerFiguresSource(Protocol):
+    """Answers the figures as they are now, at once and from any thread."""
+
+    def __call__(self) -> ServerFigures: ...

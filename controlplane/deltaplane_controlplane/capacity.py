@@ -1,0 +1,68 @@
+"""How much fits: the arithmetic of GetCapacity."""
+
+from collections.abc import Sequence
+
+from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_controlplane.ports import rank_pages
+from deltaplane_controlplane.tiers import DeviceTier, HostTier
+from deltaplane_controlplane.views import CapacityView, RankCapacity, TierCapacity
+
+_USUAL_RANKS = (8, 16, 32, 64)
+
+
+def capacity_view(
+    host: HostTier,
+    device: DeviceTier,
+    *,
+    page_bytes: int,
+    max_lora_rank: int,
+    ranks: Sequence[int],
+    registered: int,
+) -> CapacityView:
+    """What the tiers hold, and how many more adapters of each rank fit.
+
+    ranks: empty means the usual ones as far as they are allowed, and the highest.
+    In host memory an adapter is taken to need what it takes on the device.
+    Errors: InvalidArgumentError (field "ranks").
+    """
+    free_slots, free_pages = device.num_free_slots, device.pages.num_free
+    evictable = [v.placement for v in device.evictable if v.placement is not None]
+    available_slots = free_slots + len(evictable)
+    available_pages = free_pages + sum(len(placement.pages) for placement in evictable)
+    free_host_bytes = host.max_bytes - host.used_bytes
+
+    def by_rank(rank: int) -> RankCapacity:
+        pages = rank_pages(rank)
+        return RankCapacity(
+            rank=rank,
+            pages=pages,
+            fit_free=min(free_slots, free_pages // pages),
+            fit_available=min(available_slots, available_pages // pages),
+            fit_host=free_host_bytes // max(pages * page_bytes, 1),
+        )
+
+    return CapacityView(
+        device=TierCapacity(
+            total_bytes=device.pages.num_pages * page_bytes,
+            used_bytes=(device.pages.num_pages - free_pages) * page_bytes,
+            held_bytes=(device.pages.num_pages - available_pages) * page_bytes,
+        ),
+        host=TierCapacity(host.max_bytes, host.used_bytes, host.held_bytes),
+        slots=device.num_slots,
+        free_slots=free_slots,
+        available_slots=available_slots,
+        rank_pages=device.pages.num_pages,
+        free_rank_pages=free_pages,
+        max_lora_rank=max_lora_rank,
+        by_rank=tuple(by_rank(rank) for rank in _checked(ranks, max_lora_rank)),
+        registered_adapters=registered,
+    )
+
+
+def _checked(ranks: Sequence[int], highest: int) -> Sequence[int]:
+    for index, rank in enumerate(ranks):
+        if not 1 <= rank <= highest:
+            raise InvalidArgumentError.for_field(
+                f"ranks[{index}]", f"{rank} is not between 1 and --max-lora-rank {highest}"
+            )
+    return ranks or sorted({rank for rank in _USUAL_RANKS if rank <= highest} | {highest})

@@ -1,0 +1,74 @@
+"""Which folders adapters may come from."""
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from deltaplane_controlplane.errors import InvalidArgumentError
+
+
+class AllowedRoots:
+    """Folders under which, links resolved, an adapter's folder and every file in it must lie.
+
+    A path is checked when it is registered, again after it was inspected, and again before each load, so
+    that a link that is changed in between is found; what is read must also have the registered digest.
+    """
+
+    def __init__(self, roots: Iterable[Path] = ()) -> None:
+        self._roots = tuple(dict.fromkeys(_real(root) for root in roots))
+        self._lock = threading.Lock()
+
+    def trust(self, folder: Path) -> None:
+        """Allows an adapter's folder, and the files that links in it lead to, as they are now.
+
+        For adapters that the one who starts the server names: the folders of download caches hold links.
+        """
+        real = _real(folder)
+        links = [_real(entry) for entry in real.iterdir() if entry.is_symlink()] if real.is_dir() else []
+        with self._lock:
+            self._roots = tuple(dict.fromkeys((*self._roots, real, *links)))
+
+    def resolve(self, source: str, field: str = "source") -> Path:
+        """The real path of an adapter's folder.
+
+        Errors: InvalidArgumentError (on `field`), which names the allowed roots. It does not tell what
+        there is outside of them.
+        """
+        if not os.path.isabs(source) or "\0" in source:
+            raise _refused(field, f"{source!r} is not an absolute path; adapters come from {self}")
+        folder = _real(Path(source))
+        self._check_inside(folder, source, field)
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            raise _unreadable(field, f"there is no folder {source!r}") from None
+        except NotADirectoryError:
+            raise _unreadable(field, f"{source!r} is not a folder; name the folder of the adapter") from None
+        except OSError as error:
+            raise _unreadable(field, f"{source!r} cannot be read: {error.strerror}") from None
+        for name in names:
+            self._check_inside(_real(folder / name), f"{source}/{name}", field)
+        return folder
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._roots)) or "no folder: start the server with --adapter-roots"
+
+    def _check_inside(self, path: Path, shown: str, field: str) -> None:
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise _refused(
+                field,
+                f"{shown!r} lies outside of the allowed roots, links resolved: adapters come from {self}",
+            )
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _refused(field: str, description: str) -> InvalidArgumentError:
+    return InvalidArgumentError.for_field(field, description, reason="SOURCE_NOT_ALLOWED")
+
+
+def _unreadable(field: str, description: str) -> InvalidArgumentError:
+    return InvalidArgumentError.for_field(field, description, reason="SOURCE_NOT_READABLE")
