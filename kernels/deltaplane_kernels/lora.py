@@ -1,0 +1,211 @@
+"""The LoRA op: adds to each row of a packed linear's output the delta of the row's own adapter.
+
+    y[t, columns of s] += (x[t] A_s^T) B_s      for each row t and each slice s that t's adapter has
+
+    x    [T, in]        input of the packed linear
+    y    [T, out]       its output, changed in place
+    A_s  [rank, in]     of t's adapter; the rank is the slice's own
+    B_s  [rank, out_s]  of t's adapter, rank-major, with the scale folded in
+
+Punica (Chen et al., 2023) names the two products shrink and expand. x A^T is kept in float32, whatever the
+type of x, y and the weights; BA is never formed. Rows of the base model, and slices that a row's adapter
+lacks, keep every bit whatever other adapters hold: no product mixes the rows of two adapters.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltaplane_kernels.layout import AdapterLayout
+from deltaplane_kernels.lora_torch import AdapterDeltas, Ranks, adapter_deltas
+from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
+
+BASE_SLOT = -1
+"""The slot of base-model rows."""
+
+LONG_RUN = 32
+"""Tokens from which a run of rows is computed where it lies; shorter ones of an adapter are gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that one adapter adapts: a run of them, or their numbers."""
+
+    rows: slice | Tensor
+    deltas: AdapterDeltas
+
+
+class LoraStep:
+    """The adapters of one step's rows. Made by RankPagePool.step, good for that step alone."""
+
+    def __init__(self, num_tokens: int, groups: Sequence[_Group]) -> None:
+        self.num_tokens = num_tokens
+        self._groups = groups
+
+    def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        """Adds the deltas of packed linear `linear` ("qkv_proj") of `layer` to y [T, out] in place.
+
+        x [T, in] is the linear's input, T the step's number of tokens; float32, bfloat16 or float16 like y.
+        Errors: ValueError where x or y has another number of rows.
+        """
+        if len(x) != self.num_tokens or len(y) != self.num_tokens:
+            raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows and y of {len(y)}")
+        for group in self._groups:
+            delta = group.deltas[layer].get(linear)
+            if delta is None:
+                continue
+            rows = group.rows
+            if isinstance(rows, slice):
+                delta.add_to(y[rows], x[rows])
+            else:
+                gathered = y.index_select(0, rows)
+                delta.add_to(gathered, x.index_select(0, rows))
+                y.index_copy_(0, rows, gathered)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What a slot holds: its pages at once, the deltas when they are copied in."""
+
+    pages: tuple[int, ...]
+    deltas: AdapterDeltas | None = None
+
+
+class RankPagePool:
+    """Rank pages on a device, and the slots that are bound to them.
+
+    pages: [num_pages, page_elements] of the pool's dtype, taken at once. An adapter in host memory has the
+        same layout, [n, page_elements] (see RankPageLayout).
+    page_bytes: bytes of one page.
+
+    load and clear may be called from any thread, for slots and pages that no step under way uses.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        num_pages: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout = RankPageLayout(layout)
+        self.num_pages = num_pages
+        self.num_slots = num_slots
+        self.page_bytes = self.layout.page_bytes(dtype)
+        with torch.inference_mode(False):  # pages made in inference mode could only be written inside it
+            self.pages = torch.zeros(num_pages, self.layout.page_elements, dtype=dtype, device=device)
+        self._slots: dict[int, _Slot] = {}
+        self._lock = threading.Lock()
+
+    def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, ranks: Ranks) -> None:
+        """Copies host_pages [n, page_elements] into `pages`, n of them, and binds these to a free slot.
+
+        Errors: ValueError where the slot or a page is out of range or taken, or where pages, host_pages and
+        ranks do not fit each other. After any error the slot and the pages are free.
+        """
+        self._check_fit(pages, host_pages, ranks)
+        entry = self._reserve(slot, tuple(pages))
+        try:
+            for page, host_page in zip(pages, host_pages, strict=True):
+                self.pages[page].copy_(host_page)
+            entry.deltas = adapter_deltas(self.layout, self.pages, entry.pages, ranks)
+        except BaseException:
+            self.clear(slot)
+            raise
+
+    def clear(self, slot: int) -> None:
+        """Unbinds a slot; its pages are free afterwards. Errors: ValueError where it is not bound."""
+        with self._lock:
+            if self._slots.pop(slot, None) is None:
+                raise ValueError(f"slot {slot} holds no adapter")
+
+    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
+        """Plans the deltas of one step; None where all its rows are the base model's.
+
+        segments: (slot, number of tokens) of each sequence in the order of the rows; slot -1 is the base.
+        Errors: ValueError where a slot holds no adapter, or a number of tokens is below 1.
+        """
+        runs, num_tokens = _runs_by_slot(segments)
+        groups = [
+            _Group(rows, self._bound(slot))
+            for slot, slot_runs in runs.items()
+            for rows in _row_groups(slot_runs, self.pages.device)
+        ]
+        return LoraStep(num_tokens, groups) if groups else None
+
+    def check_integrity(self) -> None:
+        """Asserts that bound slots and pages are in range and that no page belongs to two slots."""
+        with self._lock:
+            slots = sorted(self._slots)
+            pages = sorted(page for entry in self._slots.values() for page in entry.pages)
+        assert all(0 <= slot < self.num_slots for slot in slots), f"slots {slots} of {self.num_slots}"
+        assert all(0 <= page < self.num_pages for page in pages), f"pages {pages} of {self.num_pages}"
+        assert len(pages) == len(set(pages)), f"a page belongs to two slots: {pages}"
+
+    def _check_fit(self, pages: Sequence[int], host_pages: Tensor, ranks: Ranks) -> None:
+        shape = (len(pages), self.layout.page_elements)
+        if host_pages.dtype != self.pages.dtype or host_pages.shape != shape:
+            raise ValueError(
+                f"host pages are {host_pages.dtype} {tuple(host_pages.shape)}, "
+                f"where {len(pages)} pages of this pool are {self.pages.dtype} {shape}"
+            )
+        layers, slices = self.layout.num_layers, self.layout.slices_per_layer
+        if len(ranks) != layers or any(len(row) != slices for row in ranks):
+            raise ValueError(f"ranks must be of {layers} layers with {slices} slices each")
+        needed = rank_pages(max(max(row) for row in ranks))
+        if needed != len(pages):
+            raise ValueError(f"an adapter of these ranks takes {needed} pages, not {len(pages)}")
+
+    def _reserve(self, slot: int, pages: tuple[int, ...]) -> _Slot:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} is not one of 0 to {self.num_slots - 1}")
+        if not all(0 <= page < self.num_pages for page in pages) or len(set(pages)) != len(pages):
+            raise ValueError(f"pages {pages} must be different ones of 0 to {self.num_pages - 1}")
+        with self._lock:
+            if slot in self._slots:
+                raise ValueError(f"slot {slot} is bound; clear it first")
+            taken = {page for entry in self._slots.values() for page in entry.pages}.intersection(pages)
+            if taken:
+                raise ValueError(f"pages {sorted(taken)} belong to another slot")
+            entry = self._slots[slot] = _Slot(pages)
+        return entry
+
+    def _bound(self, slot: int) -> AdapterDeltas:
+        entry = self._slots.get(slot)
+        if entry is None or entry.deltas is None:
+            raise ValueError(f"slot {slot} holds no adapter")
+        return entry.deltas
+
+
+def _runs_by_slot(segments: Sequence[tuple[int, int]]) -> tuple[dict[int, list[tuple[int, int]]], int]:
+    """The runs [start, stop) of each adapter's rows, neighbours joined; and the number of all rows."""
+    runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    start = 0
+    for slot, num_tokens in segments:
+        if num_tokens < 1:
+            raise ValueError(f"a segment of slot {slot} has {num_tokens} tokens; at least 1 is needed")
+        stop = start + num_tokens
+        if slot != BASE_SLOT:
+            own = runs[slot]
+            if own and own[-1][1] == start:
+                own[-1] = (own[-1][0], stop)
+            else:
+                own.append((start, stop))
+        start = stop
+    return runs, start
+
+
+def _row_groups(runs: Sequence[tuple[int, int]], device: torch.device) -> list[slice | Tensor]:
+    """One adapter's runs as they are computed: a single or long run as a slice, the others gathered."""
+    if len(runs) == 1:
+        return [slice(*runs[0])]
+    groups: list[slice | Tensor] = [slice(*run) for run in runs if run[1] - run[0] >= LONG_RUN]
+    scattered = [row for start, stop in runs if stop - start < LONG_RUN for row in range(start, stop)]
+    if scattered:
+        groups.append(torch.tensor(scattered, device=device))
+    return groups
