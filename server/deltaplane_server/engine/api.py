@@ -122,12 +122,26 @@ class Runner(Protocol):
 class TokenDecoder(Protocol):
     """The part of a tokenizer that turns ids into text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    @property
+    def byte_fallback_ids(self) -> frozenset[int]:
+        """Tokens such as "<0x0A>", which stand for a byte that the vocabulary has no text for, and of which
+        neighbours are decoded together (SentencePiece); empty for byte-level BPE."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids. More ids only add to it, apart from U+FFFD at its end and from byte-fallback
+        tokens there: spaces are not cleaned up."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics and GetCapacity."""
+    """A snapshot for metrics and GetCapacity.
+
+    num_waiting, num_running: outputs of requests, in no step and in steps.
+    kv_pages_free: pages that no sequence holds; they may hold the prefix cache.
+    prefix_cache_queries, prefix_cache_hits: tokens looked up since the start, and those of them found.
+    """
 
     num_waiting: int
     num_running: int
@@ -145,3 +159,22 @@ class EngineObserver(Protocol):
     def on_inter_token(self, *, seconds: float) -> None: ...
     def on_preemption(self) -> None: ...
     def on_finish(self, *, request: GenerationRequest, usage: Usage, reason: FinishReason) -> None: ...
+
+
+class SilentObserver:
+    """An EngineObserver that does nothing."""
+
+    def on_step(self, *, seconds: float, num_tokens: int, num_decodes: int, num_adapters: int) -> None:
+        pass
+
+    def on_first_token(self, *, adapter: str, seconds: float) -> None:
+        pass
+
+    def on_inter_token(self, *, seconds: float) -> None:
+        pass
+
+    def on_preemption(self) -> None:
+        pass
+
+    def on_finish(self, *, request: GenerationRequest, usage: Usage, reason: FinishReason) -> None:
+        pass

@@ -20,6 +20,17 @@ class AdapterLease(Protocol):
         """The slot while active, else None."""
         ...
 
+    @property
+    def resident(self) -> bool:
+        """Whether activate() would answer a slot now. A hint: it may change at any time."""
+        ...
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether the version cannot be loaded before active leases end, for they hold the slots or the rank
+        pages that it needs; false while it is loading and where nobody asked for it."""
+        ...
+
     def activate(self) -> int | None:
         """Holds the version in its slot and returns the slot, or returns None and sees to it that a load is
         under way (or waits for room). Idempotent while active.

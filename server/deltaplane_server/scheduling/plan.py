@@ -29,13 +29,23 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks.
+    """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks; of each, the rows of an
+    adapter stand side by side.
 
     KV pages for all tokens of the step are already in each sequence's `pages`.
+
+    time: when it was made, in seconds on the scheduler's clock.
+    started: sequences that were waiting before this step, those that go on after a preemption included.
+    preempted: sequences that gave up their pages, and wait again.
+    failed: waiting sequences whose adapter cannot be loaded, with the reason; they are finished.
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     num_decodes: int = 0
+    time: float = 0.0
+    started: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -23,7 +23,12 @@ class Sequence:
     num_computed: tokens whose KV is in `pages`; 0 after a preemption.
     pages: KV page ids, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
     lease: the adapter version that answers; None for the base model.
-    arrival: seconds on the scheduler's clock.
+    slot: the adapter's slot while running; -1 for the base model.
+    page_digests: prefix-cache digests of the full pages at its start, as far as they were asked for.
+    arrival, started: seconds on the scheduler's clock when it was accepted, and when it first was in a step.
+    blocked_since: when it was first passed over for want of KV pages; None where it was not.
+    adapter_wait: seconds it has waited for its adapter to become resident.
+    num_cached: prompt tokens whose KV came from the prefix cache when it first started.
     """
 
     id: int
@@ -43,6 +48,11 @@ class Sequence:
     num_cached: int = 0
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
+    page_digests: list[bytes] = field(default_factory=list)
+    slot: int = -1
+    started: float | None = None
+    blocked_since: float | None = None
+    adapter_wait: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,204 @@
+"""A runner without tensors, which checks every step it is given.
+
+The KV of a token is simulated as the token itself and the adapter that computed it, written at its place in
+the pages. The next token is a hash of the whole context as it is read back from there, so that a page lost,
+shared or overwritten shows at once, and an output that survives a preemption is known in advance.
+"""
+
+import threading
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+from deltaplane_server.engine.api import StepHandle
+from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.plan import NO_SLOT, SampledToken, ScheduledSequence, StepPlan
+from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
+from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
+from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
+from deltaplane_server.scheduling.sequence import SequenceStatus
+from fake_leases import FakeAdapters
+
+VOCAB_SIZE = 97
+
+
+def next_token(uid: int, context: Sequence[int]) -> int:
+    """What the fake model draws for an adapter (0: base) after a context."""
+    return zlib.crc32(array("I", [uid, *context]).tobytes()) % VOCAB_SIZE
+
+
+def expected_tokens(uid: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """The output that a sequence must have, whatever happens around it."""
+    context = list(prompt)
+    for _ in range(max_tokens):
+        context.append(next_token(uid, context))
+    return context[len(prompt) :]
+
+
+class LetterDecoder:
+    """Each token is one letter."""
+
+    byte_fallback_ids: frozenset[int] = frozenset()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+class UnsoundPlanError(BaseException):
+    """A plan that no scheduler may make. An Exception would be taken for a fault of the device."""
+
+
+class _Handle:
+    def __init__(self, tokens: list[SampledToken], gate: threading.Event) -> None:
+        self._tokens = tokens
+        self._gate = gate
+
+    def result(self) -> list[SampledToken]:
+        assert self._gate.wait(30), "nobody opened the gate"
+        return self._tokens
+
+
+class FakeRunner:
+    """config: what steps must keep to. adapters: whose slots steps must use.
+
+    gate: steps wait while it is not set. failures: raised by the next steps, one each.
+    plans: how many steps there were; most_decodes: the most in one.
+    """
+
+    def __init__(self, config: SchedulerConfig, adapters: FakeAdapters | None = None) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failures: list[Exception] = []
+        self.num_steps = 0
+        self.most_decodes = 0
+        self._config = config
+        self._adapters = adapters
+        self._store: dict[tuple[int, int], tuple[int, int]] = {}
+        self._live: dict[int, TokenSequence] = {}
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        self.num_steps += 1
+        self.most_decodes = max(self.most_decodes, plan.num_decodes)
+        self._live.update((part.sequence.id, part.sequence) for part in plan.scheduled)
+        try:
+            self._check_plan(plan)
+            contexts = self._compute_kv(plan)
+        except AssertionError as error:
+            raise UnsoundPlanError(str(error)) from error
+        if self.failures:
+            raise self.failures.pop(0)
+        tokens = [
+            self._sample(part.sequence, context)
+            for part, context in zip(plan.scheduled, contexts, strict=True)
+            if part.samples
+        ]
+        return _Handle(tokens, self.gate)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        self._live.pop(sequence.id, None)
+
+    @property
+    def num_remembered(self) -> int:
+        """Sequences that ran and were not forgotten."""
+        return len(self._live)
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        parts = plan.scheduled
+        assert parts, "an empty step is computed"
+        assert len({part.sequence.id for part in parts}) == len(parts) <= self._config.max_num_seqs
+        assert plan.num_tokens <= self._config.max_step_tokens
+        assert [part.samples and part.num_tokens == 1 for part in parts] == [
+            index < plan.num_decodes for index in range(len(parts))
+        ]
+        assert len({part.slot for part in parts} - {NO_SLOT}) <= self._config.max_loras
+        holders = Counter(page for sequence in self._live.values() for page in sequence.pages)
+        for part in parts:
+            self._check_part(part, holders)
+
+    def _check_part(self, part: ScheduledSequence, holders: Counter[int]) -> None:
+        sequence = part.sequence
+        size = self._config.page_size
+        assert sequence.status is SequenceStatus.RUNNING
+        assert part.start == sequence.num_computed
+        assert part.num_tokens > 0
+        assert part.end <= sequence.num_tokens <= self._config.max_sequence_tokens
+        assert part.samples == (part.end == sequence.num_tokens)
+        assert all(0 <= page < self._config.num_pages for page in sequence.pages)
+        assert part.end <= len(sequence.pages) * size
+        for page in sequence.pages[part.start // size : -(-part.end // size)]:
+            assert holders[page] == 1, f"page {page}, which is written to, is shared"
+        self._check_slot(part)
+
+    def _check_slot(self, part: ScheduledSequence) -> None:
+        if part.sequence.lease is None:
+            assert part.slot == NO_SLOT
+        else:
+            assert part.slot == part.sequence.lease.slot
+            if self._adapters is not None:
+                assert self._adapters.occupant(part.slot) == part.sequence.adapter_uid
+
+    def _compute_kv(self, plan: StepPlan) -> list[list[int]]:
+        """Writes the KV of the step's tokens; returns what each sequence can then read back."""
+        for part in plan.scheduled:
+            self._write(part)
+        return [self._read(part) for part in plan.scheduled]
+
+    def _write(self, part: ScheduledSequence) -> None:
+        sequence, size = part.sequence, self._config.page_size
+        for position in range(part.start, part.end):
+            place = sequence.pages[position // size], position % size
+            self._store[place] = sequence.adapter_uid, sequence.tokens[position]
+
+    def _read(self, part: ScheduledSequence) -> list[int]:
+        sequence, size = part.sequence, self._config.page_size
+        context = [self._store[sequence.pages[i // size], i % size] for i in range(part.end)]
+        expected = [(sequence.adapter_uid, token) for token in sequence.tokens[: part.end]]
+        assert context == expected, f"the KV of sequence {sequence.id} is not its own"
+        return [token for _, token in context]
+
+    def _sample(self, sequence: TokenSequence, context: list[int]) -> SampledToken:
+        token = next_token(sequence.adapter_uid, context)
+        if sequence.sampling.logprobs is None:
+            return SampledToken(sequence, token)
+        top = tuple((token + i, -0.5 - i) for i in range(sequence.sampling.logprobs))
+        return SampledToken(sequence, token, logprob=-0.5, top=top)
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_sequence(
+    number: int,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    lease: AdapterLease | None = None,
+    tenant: str = "",
+    priority: int = 0,
+    arrival: float = 0.0,
+) -> TokenSequence:
+    """A sequence of its own request, drawn greedily."""
+    return TokenSequence(
+        id=number,
+        request_id=f"request-{number}",
+        index=0,
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopParams(max_tokens=max_tokens),
+        lease=lease,
+        tenant=tenant,
+        priority=priority,
+        arrival=arrival,
+    )
