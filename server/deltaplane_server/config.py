@@ -1,6 +1,8 @@
-"""How an engine is set up: made once from the command line, never changed after."""
+"""How an engine and its server are set up: made once from the command line, never changed after."""
 
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,8 @@ class EngineConfig:
     max_loras: slots on the device, and so the most distinct adapters in a step.
     max_cpu_loras_bytes: bound of the host cache of adapters.
     adapter_pages: rank pages on the device; None gives each slot ceil(max_lora_rank / 8).
+    seed: makes the draws of requests that bring no seed repeatable, as long as they come in the same order;
+        None leaves them random.
     max_waiting: requests that may wait before new ones are refused.
     """
 
@@ -34,5 +38,53 @@ class EngineConfig:
     adapter_pages: int | None = None
     max_cpu_loras_bytes: int = 1 << 30
     max_waiting: int = 1024
-    seed: int = 0
+    seed: int | None = None
     num_threads: int | None = None
+
+
+class LogFormat(Enum):
+    JSON = "json"
+    CONSOLE = "console"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter to register at start: its name, and the folder with its files."""
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """One process: both planes, the HTTP port, logs and the catalogue.
+
+    port, admin_port, http_port: 0 takes a free one; `ports_file` then tells which, as JSON.
+    state: the SQLite file of the catalogue, or ":memory:".
+    lora_modules: registered before the server is ready, and loaded as far as there are slots.
+    adapter_roots: folders from which the control plane may register adapters, beside lora_modules' own.
+    max_cpu_loras: bounds the host cache to this many adapters of the highest rank, in place of
+        engine.max_cpu_loras_bytes.
+    drain_timeout_s: seconds that running streams get at shutdown.
+    allow_insecure_admin: serve the control plane, which asks nobody who they are, beyond this machine.
+    log_prompts: put prompts as they came into the request log; off, no log holds text of a prompt.
+    """
+
+    engine: EngineConfig
+    host: str = "0.0.0.0"
+    port: int = 50051
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 50052
+    http_host: str = "0.0.0.0"
+    http_port: int = 9400
+    state: str = ":memory:"
+    lora_modules: tuple[LoraModule, ...] = ()
+    adapter_roots: tuple[Path, ...] = ()
+    max_cpu_loras: int | None = None
+    drain_timeout_s: float = 30.0
+    allow_insecure_admin: bool = False
+    ports_file: Path | None = None
+    log_format: LogFormat = LogFormat.CONSOLE
+    log_level: str = "info"
+    log_prompts: bool = False
+    vllm_metrics: bool = False

@@ -1,0 +1,57 @@
+"""The engine's deltas as messages of the wire."""
+
+from deltaplane.v1 import generation_pb2 as pb
+from deltaplane_server.engine.api import Finish, FinishReason, OutputDelta, TokenLogprobs, Usage
+
+_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
+}
+
+
+def to_response(delta: OutputDelta, *, omit_token_ids: bool) -> pb.GenerateResponse:
+    """One message of the stream."""
+    return pb.GenerateResponse(
+        request_id=delta.request_id,
+        output_index=delta.index,
+        text=delta.text,
+        token_ids=() if omit_token_ids else delta.token_ids,
+        logprobs=map(_logprobs, delta.logprobs),
+        finish=_finish(delta.finish) if delta.finish else None,
+        usage=_usage(delta.usage) if delta.usage else None,
+    )
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top=[pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in logprobs.top],
+    )
+
+
+def _finish(finish: Finish) -> pb.Finish:
+    message = pb.Finish(reason=_REASONS[finish.reason])
+    if finish.matched_text is not None:
+        message.stop = finish.matched_text
+    elif finish.matched_token is not None:
+        message.stop_token_id = finish.matched_token
+    return message
+
+
+def _usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        queue_ms=usage.queue_ms,
+        prefill_ms=usage.prefill_ms,
+        decode_ms=usage.decode_ms,
+        adapter=usage.adapter,
+        adapter_version=usage.adapter_version,
+        adapter_hit=usage.adapter_hit,
+        adapter_load_ms=usage.adapter_load_ms,
+        preemptions=usage.preemptions,
+    )

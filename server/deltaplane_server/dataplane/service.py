@@ -1,0 +1,127 @@
+"""The data plane's gRPC service."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from deltaplane.v1 import generation_pb2 as pb
+from deltaplane.v1.generation_pb2_grpc import GenerationServiceServicer
+from deltaplane_server.dataplane.admission import Admission
+from deltaplane_server.dataplane.limits import RequestLimits
+from deltaplane_server.dataplane.metadata import ADAPTER_VERSION, REQUEST_ID, fill_from_metadata, trace_id
+from deltaplane_server.dataplane.prompts import Prompts
+from deltaplane_server.dataplane.responses import to_response
+from deltaplane_server.dataplane.validation import check_prompt, check_token_ids
+from deltaplane_server.dataplane.violations import Violations
+from deltaplane_server.engine.async_engine import AsyncEngine, OutputStream
+from deltaplane_server.telemetry.request_log import RequestLog, RequestRecord
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """See generation.proto. Raises errors of deltaplane's tree; the error interceptor answers them."""
+
+    def __init__(
+        self,
+        model: pb.Model,
+        limits: RequestLimits,
+        prompts: Prompts,
+        admission: Admission,
+        engine: AsyncEngine,
+        request_log: RequestLog,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._prompts = prompts
+        self._admission = admission
+        self._engine = engine
+        self._request_log = request_log
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        metadata = _text_metadata(context)
+        fill_from_metadata(request, metadata, self._model.name)
+        with self._request_log.record(context, request, trace_id(metadata)) as record:
+            accepted = await self._admission.admit(request)
+            record.accept(accepted.request)
+            self._close_with(context, accepted.stream)
+            async with (
+                accepted.stream as stream,
+                aclosing(_responses(stream, request, context, record)) as responses,
+            ):
+                async for response in responses:
+                    yield response
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
+        return self._model
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        found = Violations()
+        check_prompt(request, self._limits, found)
+        found.raise_if_any()
+        if request.WhichOneof("prompt") == "messages":
+            tokenized = await self._prompts.tokenize_messages(request.messages)
+        else:
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            tokenized = await self._prompts.tokenize_text(request.text, add_special_tokens=special)
+        return pb.TokenizeResponse(token_ids=tokenized.token_ids, text=tokenized.text)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        found = Violations()
+        check_token_ids("token_ids", request.token_ids, self._limits, found)
+        found.raise_if_any()
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await self._prompts.detokenize(list(request.token_ids), skip_special_tokens=skip)
+        return pb.DetokenizeResponse(text=text)
+
+    def _close_with(self, context: Context, stream: OutputStream) -> None:
+        """Closes a stream when its call is over. Of a call that ends while a message is being sent, grpcio
+        leaves the handler's generator to the garbage collector."""
+
+        def close(context: Context) -> None:
+            task = asyncio.ensure_future(stream.aclose())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+        context.add_done_callback(close)  # type: ignore[arg-type]  # a class in the stubs
+
+
+async def _responses(
+    stream: OutputStream, request: pb.GenerateRequest, context: Context, record: RequestRecord
+) -> AsyncGenerator[pb.GenerateResponse, None]:
+    """The messages of a stream. Headers go out with the first, so that what failed before it has none.
+
+    Errors: what made an output fail: before any message, or at the end after the other outputs.
+    """
+    failure: Exception | None = None
+    started = False
+    async for delta in stream:
+        if delta.finish is not None and delta.finish.error is not None:
+            failure = delta.finish.error
+        if not started:
+            if failure is not None:
+                break
+            started = True
+            await context.send_initial_metadata(_headers(record))
+        record.add(delta)
+        yield to_response(delta, omit_token_ids=request.output.omit_token_ids)
+    if failure is not None:
+        raise failure
+
+
+def _headers(record: RequestRecord) -> tuple[tuple[str, str], ...]:
+    headers = ((REQUEST_ID, record.request_id),)
+    return (*headers, (ADAPTER_VERSION, str(record.adapter_version))) if record.adapter else headers
+
+
+def _text_metadata(context: Context) -> Mapping[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

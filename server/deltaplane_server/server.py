@@ -1,0 +1,253 @@
+"""A server: the adapter manager, the engine and both planes, made from one configuration and one backend."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from prometheus_client import CollectorRegistry, Info
+
+from deltaplane.v1 import adapters_pb2_grpc, generation_pb2_grpc
+from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.errors import DeltaplaneError, ResourceExhaustedError
+from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
+from deltaplane_controlplane.ports import ServerFigures, rank_pages
+from deltaplane_controlplane.service import AdapterServicer
+from deltaplane_controlplane.versions import AdapterState, Tier
+from deltaplane_server.backend import Backend
+from deltaplane_server.config import LoraModule, ServerConfig
+from deltaplane_server.dataplane.admission import Admission
+from deltaplane_server.dataplane.limits import RequestLimits
+from deltaplane_server.dataplane.model_card import model_card
+from deltaplane_server.dataplane.prompts import Prompts
+from deltaplane_server.dataplane.service import GenerationServicer
+from deltaplane_server.engine.async_engine import AsyncEngine
+from deltaplane_server.engine.engine import Engine
+from deltaplane_server.lifecycle import Lifecycle, Phase
+from deltaplane_server.plane import Plane
+from deltaplane_server.scheduling.scheduler import Scheduler
+from deltaplane_server.startup import StartupError
+from deltaplane_server.telemetry.collectors import AdapterCollector, EngineCollector, VllmCollector
+from deltaplane_server.telemetry.grpc_metrics import GrpcServerMetrics
+from deltaplane_server.telemetry.metrics import EngineMetrics
+from deltaplane_server.telemetry.request_log import RequestLog
+from deltaplane_server.version import VERSION
+
+_LAST_WORDS_S = 5.0
+"""How long a stream may take to send its last messages when the server stops."""
+
+_ENGINE_CHECK_S = 0.5
+
+log = structlog.get_logger(__name__)
+
+
+class Server:
+    """Both planes over one engine and one adapter manager.
+
+    manager, engine: for those who embed a server.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        backend: Backend,
+        catalogue: Catalogue,
+        lifecycle: Lifecycle,
+        registry: CollectorRegistry,
+    ) -> None:
+        """Takes the catalogue over. Errors: those of AdapterManager."""
+        self._config = config
+        self._lifecycle = lifecycle
+        self._failed = asyncio.Event()
+        self._stopping = asyncio.Lock()
+        self._stopped = False
+        self._watch: asyncio.Task[None] | None = None
+        self.manager = _make_manager(config, backend, catalogue)
+        self.engine = Engine(
+            Scheduler(backend.scheduler),
+            backend.runner,
+            backend.tokenizer,
+            max_waiting=config.engine.max_waiting,
+            observer=EngineMetrics(registry),
+        )
+        self.manager.set_hooks(on_ready=self.engine.wake, on_expel=self.engine.abort_adapter)
+        self._streams = AsyncEngine(self.engine)
+        self._limits = _request_limits(backend)
+        self._prompts = Prompts(backend.tokenizer, self._limits)
+        self._admin = AdapterServicer(self.manager, self._figures)
+        self._backend = backend
+        grpc_metrics = GrpcServerMetrics(registry)
+        self._data_plane = self._make_data_plane(grpc_metrics)
+        self._control_plane = self._make_control_plane(grpc_metrics)
+        self._collect(registry)
+
+    async def start(self) -> tuple[int, int]:
+        """Registers the adapters of the command line, then serves; answers the ports of both planes.
+
+        Errors: StartupError and the errors of deltaplane's tree.
+        """
+        await self._streams.start()
+        await self._bring_adapters()
+        config = self._config
+        admin_port = await self._control_plane.start("--admin-port", config.admin_host, config.admin_port)
+        port = await self._data_plane.start("--port", config.host, config.port)
+        self._watch = asyncio.create_task(self._watch_engine())
+        self._lifecycle.phase = Phase.SERVING
+        return port, admin_port
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed, which only a restart mends."""
+        return self._failed.is_set()
+
+    async def wait_for_failure(self) -> None:
+        """Returns when the engine has failed."""
+        await self._failed.wait()
+
+    async def stop(self) -> None:
+        """Refuses new requests, gives running streams the drain timeout, aborts the rest, and ends all.
+        Idempotent."""
+        async with self._stopping:
+            if not self._stopped:
+                self._stopped = True
+                await self._drain()
+                await self._close()
+
+    async def _drain(self) -> None:
+        self._lifecycle.phase = Phase.DRAINING
+        await self._stop_serving()
+        log.info("server.draining", timeout_s=self._config.drain_timeout_s, **self._load())
+        if not await self._streams.drain(self._config.drain_timeout_s):
+            log.warning("server.drain_timed_out", **self._load())
+        await self._data_plane.stop(_LAST_WORDS_S)
+
+    async def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._streams.stop()
+        await asyncio.to_thread(self.manager.close)
+        await self._control_plane.stop(_LAST_WORDS_S)
+        await asyncio.to_thread(self._admin.close)
+        self._prompts.close()
+        log.info("server.stopped")
+
+    async def _stop_serving(self) -> None:
+        """Tells whoever checks the health of either plane."""
+        for plane in (self._data_plane, self._control_plane):
+            await plane.stop_serving()
+
+    def _load(self) -> dict[str, int]:
+        stats = self.engine.stats()
+        return {"running": stats.num_running, "waiting": stats.num_waiting}
+
+    def _make_data_plane(self, metrics: GrpcServerMetrics) -> Plane:
+        plane = Plane("deltaplane.v1.GenerationService", metrics)
+        config, backend = self._config, self._backend
+        servicer = GenerationServicer(
+            model_card(config.engine, backend.facts, self._limits, backend.scheduler),
+            self._limits,
+            self._prompts,
+            Admission(self._limits, self._prompts, self.manager, self._streams, config.engine.seed),
+            self._streams,
+            RequestLog(log_prompts=config.log_prompts),
+        )
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, plane.server)
+        return plane
+
+    def _make_control_plane(self, metrics: GrpcServerMetrics) -> Plane:
+        plane = Plane("deltaplane.v1.AdapterService", metrics)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self._admin, plane.server)
+        return plane
+
+    def _collect(self, registry: CollectorRegistry) -> None:
+        """Has the metrics that are read at a scrape read."""
+        engine, manager = self.engine, self.manager
+        registry.register(EngineCollector(engine.stats))
+        registry.register(
+            AdapterCollector(manager.stats, manager.slots, manager.capacity, self._count_in_state)
+        )
+        name = self._config.engine.served_model_name
+        if self._config.vllm_metrics:
+            registry.register(VllmCollector(engine.stats, manager.stats, name, self._backend.pool.num_slots))
+        facts = self._backend.facts
+        Info("deltaplane_server", "What is served.", registry=registry).info(
+            {"version": VERSION, "model": name, "dtype": facts.dtype, "device": facts.device}
+        )
+
+    def _count_in_state(self, state: AdapterState) -> int:
+        return self.manager.list_adapters(page_size=1, filter=f"state={state.name}").total_size
+
+    def _figures(self) -> ServerFigures:
+        """For GetCapacity."""
+        stats = self.engine.stats()
+        return ServerFigures(
+            kv_pages=stats.kv_pages_total,
+            free_kv_pages=stats.kv_pages_free,
+            kv_page_size=self._backend.scheduler.page_size,
+            memory={**self._backend.memory, "host_cache": _host_cache_bytes(self._config, self._backend)},
+        )
+
+    async def _bring_adapters(self) -> None:
+        """Registers the adapters of the command line and loads as many of them as there are slots."""
+        modules = self._config.lora_modules
+        for module in modules:
+            with _naming(module):
+                await asyncio.to_thread(self.manager.register_trusted, module.name, str(module.path))
+        self.manager.start()
+        for module in modules[: self._backend.pool.num_slots]:
+            with _naming(module):
+                await self._load_adapter(module.name)
+
+    async def _load_adapter(self, name: str) -> None:
+        try:
+            await asyncio.wrap_future(self.manager.start_load(name, Tier.DEVICE))
+        except ResourceExhaustedError as error:
+            log.warning("adapter.stays_cold", adapter=name, reason=error.message)
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(_ENGINE_CHECK_S)
+            if not self.engine.is_alive:
+                break
+        self._lifecycle.failure = "the engine has failed"
+        await self._stop_serving()
+        self._failed.set()
+        log.error("server.engine_failed")
+
+
+def _make_manager(config: ServerConfig, backend: Backend, catalogue: Catalogue) -> AdapterManager:
+    return AdapterManager(
+        loader=backend.loader,
+        pool=backend.pool,
+        config=ManagerConfig(
+            max_lora_rank=config.engine.max_lora_rank,
+            host_cache_bytes=_host_cache_bytes(config, backend),
+            allowed_roots=config.adapter_roots,
+        ),
+        catalogue=catalogue,
+    )
+
+
+def _host_cache_bytes(config: ServerConfig, backend: Backend) -> int:
+    if config.max_cpu_loras is None:
+        return config.engine.max_cpu_loras_bytes
+    return config.max_cpu_loras * rank_pages(config.engine.max_lora_rank) * backend.pool.page_bytes
+
+
+def _request_limits(backend: Backend) -> RequestLimits:
+    return RequestLimits(
+        vocab_size=backend.facts.vocab_size,
+        max_model_len=backend.scheduler.max_model_len,
+        kv_tokens=backend.scheduler.kv_tokens,
+        eos_token_ids=backend.facts.eos_token_ids,
+        has_chat_template=backend.tokenizer.has_chat_template,
+    )
+
+
+@contextmanager
+def _naming(module: LoraModule) -> Iterator[None]:
+    """Errors of an adapter of the command line, with its name."""
+    try:
+        yield
+    except DeltaplaneError as error:
+        raise StartupError(f"--lora-modules {module.name}={module.path}: {error.message}") from error
