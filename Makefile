@@ -1,0 +1,105 @@
+# The same targets at home and in CI. `make` alone lists them.
+
+VENV ?= .venv
+# Languages to leave out of stubs, checks and tests, of "typescript go".
+SKIP_LANGUAGES ?=
+# More words for pytest, such as PYTEST_ARGS="tests/unit -k lora".
+PYTEST_ARGS ?=
+
+PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11,\
+	$(shell $(python) -c 'import sys; print(sys.executable if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
+LANGUAGES := $(filter-out $(SKIP_LANGUAGES),typescript go)
+SOURCES := clients/python/deltaplane controlplane/deltaplane_controlplane kernels/deltaplane_kernels \
+	server/deltaplane_server tests bench examples deploy
+INSTALLED := $(VENV)/.installed
+# Debian's Go libraries are a GOPATH, without modules; a link puts this tree on one too.
+GOPATH_LINK := build/gopath/src/github.com/deltaplane/deltaplane
+GO = cd $(GOPATH_LINK)/clients/go && GO111MODULE=off GOPATH=$(CURDIR)/build/gopath:/usr/share/gocode go
+
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export SKIP_LANGUAGES
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo test check stubs bench clean
+.PHONY: check-style check-types check-imports check-protos check-stubs check-typescript check-go
+.PHONY: tools-typescript tools-go examples-typescript examples-go
+
+help:
+	@echo "make install   make $(VENV), with the server, its tests and the demo in it"
+	@echo "make demo      stream from two adapters and their base, side by side"
+	@echo "make test      run all tests"
+	@echo "make check     style, types, imports, protos, freshness of the stubs"
+	@echo "make stubs     write the client stubs from the protos"
+	@echo "make bench     measure the server on this machine's CPU"
+	@echo "make clean     remove all that these targets made"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml deploy/install.py deploy/install_torch.py
+	@test -n "$(PYTHON)" || { echo "make: deltaplane needs Python 3.11 or newer; install it, or name it with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) deploy/install.py $(VENV) server,demo,dev
+	@touch $@
+
+demo: install
+	@python -m examples.demo
+
+test: install $(LANGUAGES:%=examples-%)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false python -m pytest $(PYTEST_ARGS)
+
+check: check-style check-types check-imports check-protos check-stubs $(LANGUAGES:%=check-%)
+
+check-style: install
+	ruff check .
+	ruff format --check .
+
+check-types: install
+	mypy $(SOURCES)
+
+check-imports: install
+	lint-imports
+
+check-protos: install
+	buf lint protos
+	protos/check_breaking.sh
+
+check-stubs: install $(LANGUAGES:%=tools-%)
+	protos/check_stubs.sh python $(LANGUAGES)
+
+stubs: install $(LANGUAGES:%=tools-%)
+	protos/generate.sh clients python $(LANGUAGES)
+
+bench: install
+	python -m bench.cpu --model "$$(python examples/models/fetch_model.py)" --lora-modules \
+		legal-brief=examples/adapters/legal-brief creative-story=examples/adapters/creative-story
+
+tools-typescript: clients/typescript/node_modules/.package-lock.json
+
+clients/typescript/node_modules/.package-lock.json: clients/typescript/package-lock.json
+	clients/install_tools.sh typescript
+	cd clients/typescript && npm ci
+	@touch $@
+
+tools-go:
+	@clients/install_tools.sh go
+
+examples-typescript: tools-typescript
+	cd clients/typescript && npm run --silent build
+
+check-typescript: tools-typescript
+	cd clients/typescript && npx tsc --noEmit
+
+examples-go: tools-go $(GOPATH_LINK)
+	$(GO) build -o $(CURDIR)/build/go/two_adapters ./examples/two_adapters
+
+check-go: tools-go $(GOPATH_LINK)
+	@files=$$(gofmt -l clients/go) && test -z "$$files" || { echo "make: run gofmt -w on" $$files >&2; exit 1; }
+	$(GO) vet ./...
+
+$(GOPATH_LINK):
+	@mkdir -p $(@D) && ln -sfn $(CURDIR) $@
+
+clean:
+	rm -rf $(VENV) build dist clients/typescript/node_modules clients/typescript/dist
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

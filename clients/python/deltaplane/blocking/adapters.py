@@ -1,0 +1,216 @@
+"""The blocking client of the control plane."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from deltaplane import requests
+from deltaplane.blocking.calls import Plane, Stream
+from deltaplane.channel import DEFAULT_ADMIN_ADDRESS, ChannelConfig
+from deltaplane.requests import Tier
+from deltaplane.retry import RetryPolicy
+from deltaplane.v1 import adapters_pb2, adapters_pb2_grpc
+from deltaplane.v1.adapters_pb2 import Adapter, Capacity, Slot, WatchAdaptersResponse
+
+
+class AdapterClient:
+    """Administers a server's adapters and blocks; `Client.adapters` is one. Threads may share it.
+
+    Every call takes a `timeout` in seconds, over all its tries, and raises deltaplane.errors.DeltaplaneError.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADMIN_ADDRESS,
+        *,
+        retry: RetryPolicy | None = None,
+        channel: ChannelConfig | None = None,
+    ) -> None:
+        self._plane = Plane(address, channel or ChannelConfig(), retry)
+        self._stub = adapters_pb2_grpc.AdapterServiceStub(self._plane.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all calls and closes the channel."""
+        self._plane.channel.close()
+
+    def register(
+        self,
+        name: str,
+        source: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        load_tier: Tier | None = None,
+        expected_digest: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Makes a PEFT folder known under a name.
+
+        source: the folder, as the server sees it, under one of its allowed roots.
+        load_tier: where to bring it at once; nowhere by default.
+        expected_digest: refuse the files unless their SHA-256 is this.
+        validate_only: check everything and change nothing.
+        idempotency_key: a UUID; the same call sent again within ten minutes gets the first one's answer.
+        """
+        request = requests.register_adapter(
+            name,
+            source,
+            labels=labels,
+            load_tier=load_tier,
+            expected_digest=expected_digest,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        return self._plane.unary(self._stub.RegisterAdapter, request, timeout=timeout)
+
+    def get(self, name: str, *, timeout: float | None = None) -> Adapter:
+        """One adapter."""
+        request = adapters_pb2.GetAdapterRequest(name=name)
+        return self._plane.unary(self._stub.GetAdapter, request, timeout=timeout, idempotent=True)
+
+    def list(
+        self, filter: str = "", *, page_size: int = 0, timeout: float | None = None
+    ) -> Iterator[Adapter]:
+        """All adapters by name, fetched page by page; `timeout` holds for each page.
+
+        filter: terms joined by AND, such as "state=RESIDENT AND labels.team=search".
+        page_size: at most 1000; 0 leaves it to the server.
+        """
+        request = adapters_pb2.ListAdaptersRequest(filter=filter, page_size=page_size)
+        while True:
+            page = self._plane.unary(self._stub.ListAdapters, request, timeout=timeout, idempotent=True)
+            yield from page.adapters
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
+
+    def update(
+        self,
+        name: str,
+        *,
+        source: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        etag: str = "",
+        expected_digest: str = "",
+        validate_only: bool = False,
+        keep_previous: bool = False,
+        idempotency_key: str = "",
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Gives an adapter new files, which become a new version, or new labels. What is None stays.
+
+        etag: refuse unless the adapter's etag is this.
+        keep_previous: keep the old version for rollback().
+        The rest as in register().
+        """
+        request = requests.update_adapter(
+            name,
+            source=source,
+            labels=labels,
+            etag=etag,
+            expected_digest=expected_digest,
+            validate_only=validate_only,
+            keep_previous=keep_previous,
+            idempotency_key=idempotency_key,
+        )
+        return self._plane.unary(self._stub.UpdateAdapter, request, timeout=timeout)
+
+    def delete(
+        self,
+        name: str,
+        *,
+        etag: str = "",
+        drain_timeout: float | None = None,
+        force: bool = False,
+        allow_missing: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Forgets an adapter; new requests are refused at once.
+
+        drain_timeout: seconds that streams under way may go on; the server's five minutes by default; 0
+            aborts them at once.
+        force: delete it even though it is pinned.
+        allow_missing: a missing adapter is no error.
+        """
+        request = requests.delete_adapter(
+            name, etag=etag, drain_timeout=drain_timeout, force=force, allow_missing=allow_missing
+        )
+        return self._plane.unary(self._stub.DeleteAdapter, request, timeout=timeout)
+
+    def load(
+        self,
+        name: str,
+        tier: Tier = "device",
+        *,
+        return_immediately: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Brings an adapter's weights to a tier, and waits for it unless told to return immediately."""
+        request = adapters_pb2.LoadAdapterRequest(
+            name=name, tier=requests.tier(tier), return_immediately=return_immediately
+        )
+        return self._plane.unary(self._stub.LoadAdapter, request, timeout=timeout, idempotent=True)
+
+    def evict(self, name: str, tier: Tier = "device", *, timeout: float | None = None) -> Adapter:
+        """Takes an adapter's weights out of a tier; out of "host" means out of both."""
+        request = adapters_pb2.EvictAdapterRequest(name=name, tier=requests.tier(tier))
+        return self._plane.unary(self._stub.EvictAdapter, request, timeout=timeout)
+
+    def pin(
+        self,
+        name: str,
+        tier: Tier = "device",
+        *,
+        return_immediately: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Brings an adapter to a tier and keeps it there. All slots but one may be pinned."""
+        request = adapters_pb2.PinAdapterRequest(
+            name=name, tier=requests.tier(tier), return_immediately=return_immediately
+        )
+        return self._plane.unary(self._stub.PinAdapter, request, timeout=timeout, idempotent=True)
+
+    def unpin(self, name: str, *, timeout: float | None = None) -> Adapter:
+        """Lets a pinned adapter be evicted again."""
+        request = adapters_pb2.UnpinAdapterRequest(name=name)
+        return self._plane.unary(self._stub.UnpinAdapter, request, timeout=timeout, idempotent=True)
+
+    def rollback(
+        self, name: str, version: int | None = None, *, etag: str = "", timeout: float | None = None
+    ) -> Adapter:
+        """Makes an earlier version that was kept the current one; the one before by default."""
+        request = adapters_pb2.RollbackAdapterRequest(name=name, version=version, etag=etag)
+        return self._plane.unary(self._stub.RollbackAdapter, request, timeout=timeout)
+
+    def slots(self, *, timeout: float | None = None) -> Sequence[Slot]:
+        """The device slots, free ones too, in order of slot."""
+        request = adapters_pb2.ListSlotsRequest()
+        return self._plane.unary(self._stub.ListSlots, request, timeout=timeout, idempotent=True).slots
+
+    def capacity(self, ranks: Sequence[int] = (), *, timeout: float | None = None) -> Capacity:
+        """What each tier holds, and how many more adapters of these ranks fit."""
+        request = adapters_pb2.GetCapacityRequest(ranks=ranks)
+        return self._plane.unary(self._stub.GetCapacity, request, timeout=timeout, idempotent=True)
+
+    def watch(
+        self, filter: str = "", *, resume_token: str = "", timeout: float | None = None
+    ) -> Stream[WatchAdaptersResponse]:
+        """The adapters as they are, then every change, without end.
+
+        resume_token: that of the last event seen; goes on from there, without the snapshot.
+        """
+        request = adapters_pb2.WatchAdaptersRequest(filter=filter, resume_token=resume_token)
+        return self._plane.stream(self._stub.WatchAdapters, request, timeout=timeout)
+
+    def is_serving(self, *, timeout: float | None = None) -> bool:
+        """Whether the control plane takes requests."""
+        return self._plane.is_serving(timeout)

@@ -1,0 +1,1 @@
+"""deltactl: administers a deltaplane server and generates from a terminal."""

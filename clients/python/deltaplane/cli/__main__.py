@@ -1,0 +1,7 @@
+"""`python -m deltaplane.cli` is deltactl."""
+
+import sys
+
+from deltaplane.cli.main import main
+
+sys.exit(main())
