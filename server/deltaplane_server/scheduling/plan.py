@@ -29,8 +29,9 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks; of each, the rows of an
-    adapter stand side by side.
+    """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks.
+
+    Within decodes and within chunks, the rows of an adapter stand side by side.
 
     KV pages for all tokens of the step are already in each sequence's `pages`.
 
