@@ -70,8 +70,7 @@ stubs: install $(LANGUAGES:%=tools-%)
 	protos/generate.sh clients python $(LANGUAGES)
 
 bench: install
-	python -m bench.cpu --model "$$(python examples/models/fetch_model.py)" --lora-modules \
-		legal-brief=examples/adapters/legal-brief creative-story=examples/adapters/creative-story
+	python -m bench.cpu
 
 tools-typescript: clients/typescript/node_modules/.package-lock.json
 

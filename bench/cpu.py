@@ -1,10 +1,11 @@
 """deltaplane against transformers' generate on the small model: 8 streams of 64 tokens, through gRPC.
 
-    python -m bench.cpu --model FOLDER --lora-modules legal-brief=PATH creative-story=PATH
+    python -m bench.cpu [--model FOLDER] [--lora-modules NAME=PATH NAME=PATH]
 
-Base only, and mixed (3 of one adapter, 3 of the other, 2 base). The server and transformers' generate run
-in processes of their own, one after the other, twice round, so that both meet the machine in the same
-state; the best of all repeats counts. Also: seconds from the command to ready, and the server's peak memory.
+By default SmolLM2-135M-Instruct and the two adapters of examples/. Base only, and mixed (3 of one adapter,
+3 of the other, 2 base). The server and transformers' generate run in processes of their own, one after the
+other, twice round, so that both meet the machine in the same state; the best of all repeats counts. Also:
+seconds from the command to ready, and the server's peak memory.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import grpc
 from bench import report
 from deltaplane.v1 import generation_pb2, generation_pb2_grpc
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ADAPTERS = [f"{name}={EXAMPLES / 'adapters' / name}" for name in ("legal-brief", "creative-story")]
 PROMPTS = (
     "The ship left the harbour before",
     "In the small village by the river there was",
@@ -80,14 +83,22 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--lora-modules", nargs=2, required=True, metavar="NAME=PATH")
+    parser.add_argument("--model", help="default: SmolLM2-135M-Instruct, fetched as the demo does")
+    parser.add_argument("--lora-modules", nargs=2, default=ADAPTERS, metavar="NAME=PATH")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.model = args.model or _fetch_model()
+    return args
+
+
+def _fetch_model() -> str:
+    script = EXAMPLES / "models" / "fetch_model.py"
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()[-1]
 
 
 @contextlib.contextmanager

@@ -39,8 +39,13 @@ def _version() -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = server_config(arguments)
-    from deltaplane_server.app import run
-
+    try:
+        from deltaplane_server.app import run
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"the package {error.name!r} is not installed, and a server needs more than a client does: "
+            "pip install 'deltaplane[server]'"
+        ) from error
     return run(config)
 
 

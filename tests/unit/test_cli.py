@@ -163,3 +163,13 @@ def test_a_server_without_its_model_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_installation_of_the_client_alone_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deltaplane_server.app", None)
+    assert cli.main(["serve", "some/model"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "deltaplane[server]" in message

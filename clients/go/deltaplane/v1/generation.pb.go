@@ -91,7 +91,7 @@ type GenerateRequest struct {
 	// [A-Za-z0-9._:/-]. The server makes one where it is empty; the metadata key "x-request-id" is used
 	// before that.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Optional. The adapter that answers. Empty means the base model.
+	// Optional. The adapter that answers, of at most 128 characters. Empty means the base model.
 	Adapter string `protobuf:"bytes,2,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// Optional. Serve from exactly this version of the adapter; NOT_FOUND when it is gone. Unset means the
 	// current version at the time the request is accepted.
@@ -117,7 +117,8 @@ type GenerateRequest struct {
 	TruncatePromptTokens *uint32 `protobuf:"varint,11,opt,name=truncate_prompt_tokens,json=truncatePromptTokens,proto3,oneof" json:"truncate_prompt_tokens,omitempty"`
 	// Optional. Requests of a higher priority are scheduled first. Default 0.
 	Priority int32 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	// Optional. The queue this request is counted in for fair scheduling. Empty means its adapter's name.
+	// Optional. The queue this request is counted in for fair scheduling, of at most 128 characters. Empty
+	// means its adapter's name.
 	Tenant string `protobuf:"bytes,13,opt,name=tenant,proto3" json:"tenant,omitempty"`
 }
 

@@ -76,7 +76,7 @@ class GenerateRequest(_message.Message):
     before that.
     """
     adapter: _builtins.str
-    """Optional. The adapter that answers. Empty means the base model."""
+    """Optional. The adapter that answers, of at most 128 characters. Empty means the base model."""
     adapter_version: _builtins.int
     """Optional. Serve from exactly this version of the adapter; NOT_FOUND when it is gone. Unset means the
     current version at the time the request is accepted.
@@ -90,7 +90,9 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Optional. Requests of a higher priority are scheduled first. Default 0."""
     tenant: _builtins.str
-    """Optional. The queue this request is counted in for fair scheduling. Empty means its adapter's name."""
+    """Optional. The queue this request is counted in for fair scheduling, of at most 128 characters. Empty
+    means its adapter's name.
+    """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedAdapter]:
         """Optional. Several adapters whose weighted deltas add up. Excludes `adapter`."""

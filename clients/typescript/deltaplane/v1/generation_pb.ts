@@ -28,7 +28,7 @@ export type GenerateRequest = Message<"deltaplane.v1.GenerateRequest"> & {
   requestId: string;
 
   /**
-   * Optional. The adapter that answers. Empty means the base model.
+   * Optional. The adapter that answers, of at most 128 characters. Empty means the base model.
    *
    * @generated from field: string adapter = 2;
    */
@@ -117,7 +117,8 @@ export type GenerateRequest = Message<"deltaplane.v1.GenerateRequest"> & {
   priority: number;
 
   /**
-   * Optional. The queue this request is counted in for fair scheduling. Empty means its adapter's name.
+   * Optional. The queue this request is counted in for fair scheduling, of at most 128 characters. Empty
+   * means its adapter's name.
    *
    * @generated from field: string tenant = 13;
    */
