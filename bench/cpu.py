@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -73,7 +72,7 @@ def main() -> None:
         "streams": len(PROMPTS),
         "tokens": args.tokens,
         "dtype": args.dtype,
-        "threads": args.threads,
+        "server_threads": args.threads or "default",
         "repeats": args.repeats,
         "rounds": args.rounds,
         "mix": mix,
@@ -86,7 +85,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--model", help="default: SmolLM2-135M-Instruct, fetched as the demo does")
     parser.add_argument("--lora-modules", nargs=2, default=ADAPTERS, metavar="NAME=PATH")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, help="of the server; default: its own")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
@@ -109,7 +108,8 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes],
         command = [sys.executable, "-m", "deltaplane_server", "serve", args.model]
         command += ["--lora-modules", *args.lora_modules, "--dtype", args.dtype, "--state", ":memory:"]
         command += ["--port", "0", "--admin-port", "0", "--http-port", "0", "--ports-file", str(ports_file)]
-        command += ["--threads", str(args.threads)]
+        if args.threads:
+            command += ["--threads", str(args.threads)]
         start = time.perf_counter()
         with (Path(folder) / "server.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -183,7 +183,6 @@ def _transformers(
     job = {
         "model": args.model,
         "dtype": args.dtype,
-        "threads": args.threads,
         "prompts": PROMPTS,
         "tokens": args.tokens,
         "repeats": args.repeats,

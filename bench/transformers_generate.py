@@ -1,7 +1,8 @@
 """The yardstick of cpu.py: transformers' (and PEFT's) own generate on one batch, in a process of its own.
 
 Reads a job as JSON from standard input, writes figures as JSON to standard output:
-{"model", "dtype", "threads", "prompts", "tokens", "repeats", "adapters": {name: path}, "mix": [name | ""]}.
+{"model", "dtype", "prompts", "tokens", "repeats", "adapters": {name: path}, "mix": [name | ""]}.
+All cores are used.
 """
 
 import json
@@ -15,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     job: dict[str, Any] = json.load(sys.stdin)
-    torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]))

@@ -207,7 +207,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--seed", type=values.seed, metavar="N", help="makes requests that bring no seed repeatable"
     )
     group.add_argument(
-        "--threads", type=values.positive, metavar="N", help="CPU threads of a step (default: all)"
+        "--threads",
+        type=values.positive,
+        metavar="N",
+        help="CPU threads of a step (default: all cores but one, which the event loop needs)",
     )
 
 

@@ -18,6 +18,7 @@ class EngineConfig:
     seed: makes the draws of requests that bring no seed repeatable, as long as they come in the same order;
         None leaves them random.
     max_waiting: requests that may wait before new ones are refused.
+    num_threads: CPU threads of a step; None is all cores but one (see execution.device).
     """
 
     model: str

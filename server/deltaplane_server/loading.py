@@ -14,7 +14,7 @@ from deltaplane_server.adapters.peft_loader import PeftLoader
 from deltaplane_server.backend import Backend, ModelFacts
 from deltaplane_server.config import EngineConfig
 from deltaplane_server.dataplane.tokenizer import Tokenizer
-from deltaplane_server.execution.device import resolve_device, resolve_dtype
+from deltaplane_server.execution.device import resolve_device, resolve_dtype, resolve_num_threads
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.memory import MemoryPlan, memory_budget, plan_memory
 from deltaplane_server.execution.runner import ModelRunner
@@ -33,8 +33,7 @@ def load_backend(config: EngineConfig, folder: Path) -> Backend:
 
     Errors: StartupError, and InvalidArgumentError where the model or its size is not served.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(resolve_num_threads(config.num_threads))
     model = load_decoder_config(folder, config.max_model_len)
     device = resolve_device(config.device)
     checkpoint = Checkpoint.open(folder)

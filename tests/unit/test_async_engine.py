@@ -1,6 +1,7 @@
 """The engine on an event loop: streams, consumers who are slow or leave, drain."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from deltaplane_server.scheduling.sampling_params import SamplingParams, StopPar
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
 from fake_leases import FakeAdapters
-from fake_runner import FakeRunner, LetterDecoder, expected_tokens
+from fake_runner import Clock, FakeRunner, LetterDecoder, expected_tokens
 
 PROMPT = [1, 2, 3]
 CONFIG = SchedulerConfig(
@@ -71,13 +72,16 @@ class Read:
 
 
 @asynccontextmanager
-async def running_world(*, slow_consumer_s: float = 30.0) -> AsyncIterator[World]:
+async def running_world(
+    *, slow_consumer_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[World]:
     """Ends with the engine stopped and everything given back."""
     adapters = FakeAdapters(num_slots=2, load_ticks=0)
     runner = FakeRunner(CONFIG, adapters)
     engine = Engine(Scheduler(CONFIG), runner, LetterDecoder(), max_waiting=100)
     adapters.wake = engine.wake
-    world = World(AsyncEngine(engine, slow_consumer_s=slow_consumer_s), runner, adapters)
+    async_engine = AsyncEngine(engine, slow_consumer_s=slow_consumer_s, clock=clock)
+    world = World(async_engine, runner, adapters)
     await world.engine.start()
     try:
         yield world
@@ -229,6 +233,21 @@ async def test_an_id_is_taken_until_its_last_delta_was_seen(world: World) -> Non
     assert output.tokens == expected_tokens(0, PROMPT, 5)
 
 
+async def test_an_id_is_taken_while_its_last_delta_is_on_its_way(world: World) -> None:
+    """The engine is done with it, and the event loop has not heard of that yet."""
+
+    def hold_up_the_loop_until_done() -> None:
+        while world.engine.stats().num_running + world.engine.stats().num_waiting:
+            time.sleep(0.001)
+
+    stream = world.engine.generate(request())
+    hold_up_the_loop_until_done()
+    with pytest.raises(AlreadyExistsError, match="'r' is in flight"):
+        world.engine.generate(request())
+    [output] = await read(stream)
+    assert output.tokens == expected_tokens(0, PROMPT, 5)
+
+
 # Consumers who leave (case 14).
 
 
@@ -282,6 +301,27 @@ async def test_a_consumer_who_does_not_read_is_aborted() -> None:
         [output] = await read(stream)
         assert output.reason is FinishReason.ABORTED
         assert output.tokens == expected_tokens(0, PROMPT, 1900)[: len(output.tokens)]
+
+
+async def test_a_consumer_who_reads_now_and_then_is_not_aborted() -> None:
+    """What counts is the time since the last read, or since there has been something to read."""
+    clock = Clock()
+    async with running_world(clock=clock) as world:
+        world.runner.gate.clear()
+        stream = world.engine.generate(request(num_outputs=2))
+        clock.advance(100)
+        with capture_logs() as logs:
+            for index in (0, 1):
+                stream.put(OutputDelta("r", index, "", (1,)))
+            for _ in range(3):
+                clock.advance(20)
+                index = (await anext(stream)).index
+                clock.advance(20)
+                stream.put(OutputDelta("r", index, "", (1,)))
+            assert not logs
+            clock.advance(20)
+            stream.put(OutputDelta("r", 0, "", (1,)))
+        assert [log["event"] for log in logs] == ["slow_consumer"]
 
 
 async def test_an_abort_ends_the_stream(world: World) -> None:

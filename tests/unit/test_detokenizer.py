@@ -61,7 +61,7 @@ def byte_level() -> RealDecoder:
 def byte_fallback_vocabulary() -> dict[str, int]:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁"]
     pieces += [chr(code) for code in range(ord("!"), ord("~") + 1)] + list("üäéß東京人日")
-    pieces += ["th", "he", "▁t", "▁th", "the", "▁the", "in", "▁q", "▁o", "ver"]
+    pieces += ["", "th", "he", "▁t", "▁th", "the", "▁the", "in", "▁q", "▁o", "ver"]
     return {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
 
 
@@ -128,9 +128,10 @@ texts = st.lists(st.sampled_from(TEXTS) | st.text(max_size=20), max_size=4).map(
 
 
 def fragments(decoder: RealDecoder) -> st.SearchStrategy[int]:
-    """Tokens that are one byte of a longer character, where the vocabulary has such, and special ones."""
+    """Tokens that are one byte of a longer character, special ones, and one without text, where the
+    vocabulary has such."""
     vocabulary = decoder.tokenizer.get_vocab()
-    pieces = ["</s>", *(f"<0x{byte:02X}>" for byte in "é€🦊".encode()), *_byte_letters("é€🦊")]
+    pieces = ["</s>", "", *(f"<0x{byte:02X}>" for byte in "é€🦊".encode()), *_byte_letters("é€🦊")]
     return st.sampled_from([vocabulary[piece] for piece in pieces if piece in vocabulary])
 
 
@@ -212,6 +213,23 @@ def test_cost_is_constant_per_token(family: str, piece: str) -> None:
     decoder.num_decoded = 0
     stream(decoder, [token] * 2000)
     assert decoder.num_decoded < 2000 * 40
+
+
+class EmptyTokens(RealDecoder):
+    """A vocabulary in which the last token has no text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        last = self.tokenizer.get_vocab_size() - 1
+        visible = [token for token in token_ids if token != last]
+        return super().decode(visible, skip_special_tokens=skip_special_tokens)
+
+
+def test_many_tokens_without_text_inside_a_character() -> None:
+    decoder = EmptyTokens(DECODERS["byte_level"].tokenizer)
+    empty = decoder.tokenizer.get_vocab_size() - 1
+    first, *others = decoder.ids(_byte_letters("🦊"))
+    assert "".join(stream(decoder, [first, *[empty] * 100, *others])) == "🦊"
+    assert decoder.num_decoded < 500
 
 
 def _byte_letters(text: str) -> str:

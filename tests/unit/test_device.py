@@ -1,10 +1,12 @@
 """Where the model runs and in which numbers."""
 
+import os
+
 import pytest
 import torch
 
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_server.execution.device import resolve_device, resolve_dtype
+from deltaplane_server.execution.device import resolve_device, resolve_dtype, resolve_num_threads
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
@@ -42,3 +44,15 @@ def test_dtypes(name: str, device: torch.device, expected: torch.dtype) -> None:
 def test_a_dtype_that_is_not_served() -> None:
     with pytest.raises(InvalidArgumentError, match="dtype: 'int8' is not served; use auto, float32"):
         resolve_dtype("int8", CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("cores", "omp", "expected"), [(1, 1, 1), (2, 2, 1), (8, 8, 7), (8, 4, 4), (8, 1, 1)]
+)
+def test_one_core_is_left_for_the_event_loop(
+    cores: int, omp: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: omp)
+    assert resolve_num_threads(None) == expected
+    assert resolve_num_threads(3) == 3

@@ -362,6 +362,16 @@ def test_a_stop_string_in_fallback_bytes_ends_the_output_at_once() -> None:
     assert world.finish("r") == Finish(FinishReason.STOP, matched_text="\n")
 
 
+def test_an_incomplete_character_is_no_stop() -> None:
+    """Even of U+FFFD itself, which is what it would be if no byte followed."""
+    tokens = expected_tokens(0, [1, 2, 3], 5)
+    euro: dict[int, str | int] = dict(zip(tokens, "€".encode(), strict=False))
+    world = World(decoder=PieceDecoder(euro))
+    world.engine.submit(request(stop=StopParams(max_tokens=4, stop=("\ufffd",))))
+    world.run()
+    assert world.text("r") == "€?"
+
+
 def test_an_incomplete_character_is_flushed() -> None:
     a, high, _ = expected_tokens(0, [1, 2, 3], 3)
     world = World(decoder=PieceDecoder({a: "a", high: 0xE2}))

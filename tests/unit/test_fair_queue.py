@@ -124,6 +124,26 @@ def test_the_preempted_go_first(arrivals: Arrivals) -> None:
     assert [serve(queue) for _ in range(2)] == [old, new]
 
 
+def test_the_preempted_go_before_those_who_wait_longer(arrivals: Arrivals) -> None:
+    queue = FairQueue()
+    waits_for_its_adapter, preempted = arrivals.make("a", uid=1), arrivals.make("a", uid=2)
+    push(queue, waits_for_its_adapter)
+    preempted.num_preemptions = 1
+    queue.push_front(preempted)
+    assert [serve(queue) for _ in range(2)] == [preempted, waits_for_its_adapter]
+
+
+def test_all_of_a_tenant_falls_back_when_it_is_charged(arrivals: Arrivals) -> None:
+    """Also what waits for another adapter."""
+    queue = FairQueue()
+    first, second, other = (arrivals.make(tenant, uid=uid) for tenant, uid in (("a", 0), ("a", 1), ("b", 0)))
+    push(queue, first, second, other)
+    order = queue.in_order(set())
+    assert next(order) is first
+    queue.charge("a", 10)
+    assert list(order) == [other, second]
+
+
 def test_closed_adapters_are_passed_over(arrivals: Arrivals) -> None:
     queue = FairQueue()
     sequences = [arrivals.make("a", uid=uid) for uid in (1, 1, 0, 2, 1)]

@@ -107,6 +107,11 @@ class Driver:
             self.step()
         raise AssertionError(f"not finished in {limit} steps")
 
+    def run_for(self, seconds: float) -> None:
+        end = self.clock() + seconds
+        while self.clock() < end:
+            self.step()
+
     def finish(self, sequence: TokenSequence) -> None:
         self.scheduler.finish(sequence)
         self.runner.forget(sequence)
@@ -284,8 +289,16 @@ def test_short_prompts_run_past_a_long_one_that_does_not_fit() -> None:
         plan = driver.step()
         if plan.time - long.arrival > driver.config.ageing_s + STEP_S and long not in plan.started:
             assert all(s.num_preemptions for s in plan.started), "others are held back"
+    assert long.blocked_since is None
     driver.run(long)
     assert is_right(long)
+
+
+def test_one_page_is_enough() -> None:
+    driver = Driver(num_pages=1)
+    sequences = [driver.add(num_prompt=2, max_tokens=2) for _ in range(3)]
+    driver.run()
+    assert all(map(is_right, sequences))
 
 
 def test_many_long_prompts_do_not_hide_a_short_one() -> None:
@@ -426,18 +439,18 @@ def test_running_sequences_of_a_closed_adapter_are_not_disturbed() -> None:
     assert driver.adapters.evictions == [1]
 
 
-def test_only_one_adapter_is_closed_for_one_that_waits() -> None:
-    driver = Driver(num_slots=3, load_ticks=1, max_num_seqs=16)
-    for uid in (1, 2, 3):
-        driver.add(uid=uid, max_tokens=30 * uid)
-    driver.step()
-    driver.add(uid=4, max_tokens=200)
-    while not driver.adapters.is_resident(4):
-        for uid in (1, 2, 3):
-            driver.add(uid=uid, max_tokens=30 * uid)
-        driver.step()
-        driver.clock.advance(0.1)
-    assert driver.adapters.evictions == [1], "the one that was to end first"
+def test_only_the_adapter_that_ends_first_is_closed_for_one_that_waits() -> None:
+    driver = Driver(num_slots=3, load_ticks=1, num_pages=1000)
+    for uid, max_tokens in {1: 300, 2: 200, 3: 390}.items():
+        driver.add(uid=uid, max_tokens=max_tokens)
+    driver.run_for(2 * STEP_S)
+    driver.add(uid=4)
+    driver.run_for(driver.config.ageing_s + 2 * STEP_S)
+    late = [driver.add(uid=uid, max_tokens=2) for uid in (1, 2, 3)]
+    driver.run_for(1.0)
+    assert [sequence.started is None for sequence in late] == [False, True, False]
+    driver.run()
+    assert driver.adapters.evictions == [2, 4], "and it comes back when the other is done"
 
 
 def test_no_adapter_is_closed_for_a_slow_load() -> None:

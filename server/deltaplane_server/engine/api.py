@@ -152,7 +152,11 @@ class EngineStats:
 
 
 class EngineObserver(Protocol):
-    """Told of what happens, from the engine thread; must be quick and must not raise."""
+    """Told of what happens, from the engine thread; must be quick and must not raise.
+
+    on_first_token: once a request, counted from its acceptance. on_inter_token: once a further token of an
+    output. on_finish: once a request, with the reason of the output that ended last.
+    """
 
     def on_step(self, *, seconds: float, num_tokens: int, num_decodes: int, num_adapters: int) -> None: ...
     def on_first_token(self, *, adapter: str, seconds: float) -> None: ...

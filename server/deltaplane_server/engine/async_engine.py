@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -63,8 +63,11 @@ class OutputStream(AsyncIterator[OutputDelta]):
     a delta abort what is still in flight.
     """
 
-    def __init__(self, engine: Engine, request_id: str, slow_consumer_s: float) -> None:
+    def __init__(
+        self, engine: Engine, request_id: str, slow_consumer_s: float, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
+        self._clock = clock
         self._request_id = request_id
         self._slow_consumer_s = slow_consumer_s
         self._unread: dict[int, _Unread] = {}
@@ -88,7 +91,7 @@ class OutputStream(AsyncIterator[OutputDelta]):
                 self._close()
                 raise
         index = next(iter(self._unread))
-        self._unread_since = time.monotonic()
+        self._unread_since = self._clock()
         return self._unread.pop(index).merged(self._request_id, index)
 
     async def __aenter__(self) -> Self:
@@ -107,7 +110,7 @@ class OutputStream(AsyncIterator[OutputDelta]):
         self._changed.set()
         if self._is_closed:
             return
-        now = time.monotonic()
+        now = self._clock()
         if not self._unread:
             self._unread_since = now
         self._unread.setdefault(delta.index, _Unread()).add(delta)
@@ -135,9 +138,15 @@ class AsyncEngine:
     What a step makes crosses from the engine's thread in one call, however many streams it is for.
     """
 
-    def __init__(self, engine: Engine, *, slow_consumer_s: float = 30.0) -> None:
-        """slow_consumer_s: a request that goes on while its consumer reads nothing for so long is aborted."""
+    def __init__(
+        self, engine: Engine, *, slow_consumer_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """slow_consumer_s: a request that goes on while its consumer reads nothing for so long is aborted.
+
+        clock: seconds, never going back.
+        """
         self._engine = engine
+        self._clock = clock
         self._slow_consumer_s = slow_consumer_s
         self._streams: dict[str, OutputStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,7 +168,8 @@ class AsyncEngine:
                 reason="REQUEST_IN_FLIGHT",
             )
         self._engine.submit(request)
-        stream = self._streams[request_id] = OutputStream(self._engine, request_id, self._slow_consumer_s)
+        stream = OutputStream(self._engine, request_id, self._slow_consumer_s, self._clock)
+        self._streams[request_id] = stream
         return stream
 
     def abort(self, request_id: str) -> bool:

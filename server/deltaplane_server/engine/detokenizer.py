@@ -40,7 +40,7 @@ class Detokenizer:
         before = self._decode(self._window) if self._in_run else self._text
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text == before and self._is_skipped(token_id):
+        if text == before and self._is_invisible(token_id):
             self._window.pop()
             return ""
         self._in_run = False
@@ -57,19 +57,23 @@ class Detokenizer:
         text = self._decode(self._window) if self._in_run else self._text
         return text[self._sent :]
 
-    def _is_skipped(self, token_id: int) -> bool:
-        """Whether a token is a special one that is left out, and not one without text of its own, such as a
-        space that the start of a text drops."""
-        return not self._decode([token_id]) and bool(
-            self._decoder.decode([token_id], skip_special_tokens=False)
-        )
+    def _is_invisible(self, token_id: int) -> bool:
+        """Whether a token that has added no text never will, and the window does without it.
+
+        At the start of a text that could also be a space, which some decoders drop there, and in a run of
+        bytes it could be what ends the run: then only a special token is certain to be left out.
+        """
+        if self._decode([token_id]):
+            return False
+        if self._text and not self._in_run:
+            return True
+        return self._decoder.decode([token_id], skip_special_tokens=False) != ""
 
     def _restart_window(self) -> None:
-        held = self._text[self._sent :]
-        window = self._window[-_KEPT:]
-        text = self._decode(window)
-        if text and text.endswith(held):
-            self._window, self._text, self._sent = window, text, len(text) - len(held)
+        num_held = len(self._text) - self._sent
+        self._window = self._window[-_KEPT:]
+        self._text = self._decode(self._window)
+        self._sent = len(self._text) - num_held
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

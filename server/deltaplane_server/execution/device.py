@@ -1,5 +1,7 @@
 """Where and in which numbers the model runs."""
 
+import os
+
 import torch
 
 from deltaplane_controlplane.errors import InvalidArgumentError
@@ -42,3 +44,15 @@ def resolve_dtype(name: str, device: torch.device, checkpoint: torch.dtype) -> t
             "dtype", f"{name!r} is not served; use auto, {', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
+
+
+def resolve_num_threads(num_threads: int | None) -> int:
+    """CPU threads of a step, EngineConfig.num_threads; None is all cores but one, and at least one.
+
+    The core left over is the event loop's. Threads of a step wait for each other many times in a layer: with
+    one too many, each such wait lasts until the event loop yields its core (on two cores, two threads made a
+    mixed batch slower than one did by a third). OMP_NUM_THREADS, where it is set, is a bound as well.
+    """
+    if num_threads is not None:
+        return num_threads
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
