@@ -27,7 +27,7 @@ def eventually(condition: Callable[[], bool], what: str = "the condition") -> No
 class ControlPlane:
     """A manager, its fakes, and a folder for adapters. As a context manager it checks the books at its end.
 
-    ready: how often on_ready was called. expelled: uids that on_expel was called with.
+    ready: how often on_ready was called. expelled, gone: uids that on_expel and on_gone were called with.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class ControlPlane:
         )
         self.ready = 0
         self.expelled: list[int] = []
-        self.manager.set_hooks(on_ready=self._on_ready, on_expel=self.expelled.append)
+        self.gone: list[int] = []
+        self.manager.set_hooks(
+            on_ready=self._on_ready, on_expel=self.expelled.append, on_gone=self.gone.append
+        )
         self._woken = threading.Event()
 
     def folder(self, name: str, *, rank: int = 8, nbytes: int = 100, content: str | None = None) -> str:

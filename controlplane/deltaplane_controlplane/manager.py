@@ -88,6 +88,7 @@ class AdapterManager:
             host_cache_bytes=config.host_cache_bytes,
         )
         self._answers: IdempotencyCache[AdapterView] = IdempotencyCache()
+        self._hook_gone: Callable[[int], object] | None = None
         self._monitor = Monitor()
         self._registry = Registry()
         self._events = EventLog()
@@ -127,16 +128,19 @@ class AdapterManager:
         *,
         on_ready: Callable[[], None] | None = None,
         on_expel: Callable[[int], object] | None = None,
+        on_gone: Callable[[int], object] | None = None,
     ) -> None:
         """Sets what the engine wants to be told. The hooks are called from any thread, the one that activates
         and releases leases included, without a lock of the manager's; they must return at once.
 
         on_ready: a load ended or failed, or there may be room: leases that ask should activate again.
         on_expel: the drain timeout of the version of this uid has passed: abort what holds it.
+        on_gone: the version of this uid is no more, and its uid will never be used again.
         """
         with self._monitor:
             self._residency.on_ready = on_ready or self._residency.on_ready
             self._residency.on_expel = on_expel or self._residency.on_expel
+            self._hook_gone = on_gone or self._hook_gone
 
     def start(self) -> None:
         """Begins to load what was pinned before a restart, once trusted adapters are registered. A pin that
@@ -372,6 +376,8 @@ class AdapterManager:
     def _on_gone(self, version: Version) -> None:
         self._registry.drop(version)
         self._journal.record(EventType.DELETED, version)
+        if self._hook_gone is not None:
+            self._monitor.after(self._hook_gone, version.uid)
 
     def _restore(self, catalogue: Catalogue) -> None:
         begun = time.monotonic()

@@ -70,7 +70,11 @@ class Server:
             max_waiting=config.engine.max_waiting,
             observer=EngineMetrics(registry),
         )
-        self.manager.set_hooks(on_ready=self.engine.wake, on_expel=self.engine.abort_adapter)
+        self.manager.set_hooks(
+            on_ready=self.engine.wake,
+            on_expel=self.engine.abort_adapter,
+            on_gone=self.engine.forget_adapter,
+        )
         self._streams = AsyncEngine(self.engine)
         self._limits = _request_limits(backend)
         self._prompts = Prompts(backend.tokenizer, self._limits)

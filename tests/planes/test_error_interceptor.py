@@ -64,11 +64,19 @@ async def serving(act: Raiser) -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
-async def call(channel: grpc.aio.Channel, shape: str, name: str = "") -> list[bytes]:
-    """Calls a method and answers what it sent."""
+def start(channel: grpc.aio.Channel, shape: str, name: str = "") -> Any:
+    """Begins to call a method."""
     make = getattr(channel, shape.replace("written", "stream"))
     method = make(f"/test.Test/{name or shape}")
-    started = method(iter([b"request"]) if shape.startswith("stream") else b"request")
+    return method(iter([b"request"]) if shape.startswith("stream") else b"request")
+
+
+async def call(channel: grpc.aio.Channel, shape: str, name: str = "") -> list[bytes]:
+    """Calls a method and answers what it sent."""
+    return await collect(start(channel, shape, name), shape)
+
+
+async def collect(started: Any, shape: str) -> list[bytes]:
     if shape in ("unary_unary", "stream_unary"):
         return [await started]
     return [message async for message in started]
@@ -173,12 +181,13 @@ async def test_cancellation_reaches_the_handler_and_is_no_error(shape: str) -> N
 
     with capture_logs() as logs:
         async with serving(act) as channel:
-            calling = asyncio.create_task(call(channel, shape))
+            started = start(channel, shape)
+            collecting = asyncio.create_task(collect(started, shape))
             await asyncio.wait_for(begun.wait(), 30)
-            calling.cancel()
+            started.cancel()
             await asyncio.wait_for(ended.wait(), 30)
             with pytest.raises(asyncio.CancelledError):
-                await calling
+                await collecting
     assert logs == []
 
 

@@ -381,7 +381,7 @@ async def test_cancelling_in_the_middle_frees_all(plane: Serving) -> None:
 async def test_a_client_that_goes_away_while_it_reads_nothing_frees_all(plane: Serving) -> None:
     output = pb.OutputOptions(logprobs=20)
     calls = [plane.stub.Generate(request(max_tokens=250, adapter="legal", output=output)) for _ in range(4)]
-    await eventually(lambda: plane.server.engine.stats().num_running > 0)
+    await eventually(lambda: plane.backend.runner.num_steps > 0)
     await asyncio.sleep(0.05)
     for call in calls:
         call.cancel()

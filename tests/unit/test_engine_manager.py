@@ -97,7 +97,9 @@ def world(plane: ControlPlane) -> Iterator[World]:
     )
     scheduler = Scheduler(config)
     engine = Engine(scheduler, PoolRunner(config, plane), LetterDecoder(), max_waiting=1000)
-    plane.manager.set_hooks(on_ready=engine.wake, on_expel=engine.abort_adapter)
+    plane.manager.set_hooks(
+        on_ready=engine.wake, on_expel=engine.abort_adapter, on_gone=engine.forget_adapter
+    )
     plane.add(*NAMES)
     world = World(plane, engine, scheduler, Outputs())
     engine.start(world.outputs.deliver)

@@ -328,8 +328,9 @@ class TestDelete:
             plane.manager.lease("a")
         assert lease.activate() == slot
         assert plane.manager.get("a").state is AdapterState.DRAINING
-        assert plane.expelled == []
+        assert plane.expelled == plane.gone == []
         lease.release()
+        assert plane.gone == [lease.uid]
         with pytest.raises(NotFoundError):
             plane.manager.get("a")
 

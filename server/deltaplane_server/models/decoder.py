@@ -19,7 +19,7 @@ from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.norm import add_rms_norm, rms_norm
 from deltaplane_kernels.rotary import apply_rotary, rotary_factors
 from deltaplane_server.models.config import DecoderConfig
-from deltaplane_server.models.weights import Checkpoint
+from deltaplane_server.models.weights import WeightSource
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -62,7 +62,7 @@ class Decoder:
     """
 
     def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+        self, config: DecoderConfig, checkpoint: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Reads the weights one by one straight into the packed linears: no second copy of the model arises.
 
@@ -73,9 +73,7 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         read = partial(checkpoint.read_rows, dtype=dtype, device=device)
-        self._embedding = checkpoint.read_rows(
-            EMBEDDING, dtype=checkpoint.tensors[EMBEDDING].dtype, device=device
-        )
+        self._embedding = checkpoint.read_rows(EMBEDDING, dtype=checkpoint.dtype_of(EMBEDDING), device=device)
         self._inv_freq = torch.tensor(config.rope.inv_freq, dtype=torch.float32, device=device)
         self._layers = [DecoderLayer(config, index, read) for index in range(config.num_layers)]
         self._norm = read("model.norm.weight")
@@ -101,7 +99,7 @@ class Decoder:
 
 
 def decoder_bytes(
-    config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig, checkpoint: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> int:
     """Bytes that the weights of a Decoder take."""
     shapes = config.tensor_shapes()

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +20,33 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """A buffer that old checkpoints carry; it is computed from the config."""
 _NAMES_SHOWN = 8
+
+
+class WeightSource(Protocol):
+    """Where a decoder's weights come from: the tensors of a model by their Hugging Face names.
+
+    dtype: of most weights.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that a tensor has at its source."""
+        ...
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Iterable[str] = ()) -> None:
+        """That the source has the expected tensors in their shapes, and no others but the optional ones.
+
+        Errors: InvalidArgumentError.
+        """
+        ...
+
+    def read_rows(self, *names: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The tensors below each other, as one tensor of `dtype` on `device`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +94,10 @@ class Checkpoint:
         for info in self.tensors.values():
             sizes[info.dtype] += math.prod(info.shape)
         return sizes.most_common(1)[0][0]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in its file."""
+        return self.tensors[name].dtype
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: Iterable[str] = ()) -> None:
         """That the checkpoint has the expected tensors in their shapes, and no others but the optional ones.
