@@ -1,5 +1,3 @@
-"""The version of this distribution."""
+"""The version of this distribution, which the build reads too."""
 
-from importlib.metadata import version
-
-VERSION = version("deltaplane")
+VERSION = "0.1.0"
