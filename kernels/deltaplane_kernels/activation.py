@@ -14,4 +14,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size, rest = divmod(gate_up.shape[-1], 2)
     if rest:
         raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; gate and up need an even number")
+    if gate_up.is_cuda:
+        from deltaplane_kernels import activation_triton
+
+        return activation_triton.silu_mul(gate_up)
     return F.silu(gate_up[..., :size]).mul_(gate_up[..., size:])

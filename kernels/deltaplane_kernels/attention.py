@@ -9,7 +9,8 @@ kv = pages[:, layer] is a layer's view of it.
   operating system, and a page is cleared, or one day moved, in one piece.
 "Paged" is vLLM's idea (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023).
 
-All index tensors of a step are made once, by AttentionPlan, and read by every layer.
+All index tensors of a step are made once, by AttentionPlan, and read by every layer. On a GPU that is an
+attention_index.AttentionIndex, and the kernels are those of attention_triton and rotary_triton.
 """
 
 import math
@@ -20,6 +21,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from deltaplane_kernels.attention_index import AttentionIndex, DecodeIndexBuffer, build_index
+from deltaplane_kernels.rotary import apply_rotary
 
 _MIN_BUCKET_PAGES = 8
 """Decodes of up to this many pages share a bucket: to gather some padding is cheaper than another launch."""
@@ -62,6 +66,7 @@ class AttentionPlan:
     runs: in the order of the rows of q: run 0 takes the first num_tokens rows, and so on.
     windows: the sliding windows of the model's layers; None is full attention.
     dtype: of q and kv.
+    index: what the GPU kernels read (attention_index); None on a CPU.
     Errors: ValueError when the pages of a run do not reach its end.
     """
 
@@ -74,17 +79,20 @@ class AttentionPlan:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        for run in runs:
-            if len(run.pages) * layout.page_size < run.end:
-                raise ValueError(
-                    f"{len(run.pages)} pages of {layout.page_size} tokens do not hold {run.end} tokens"
-                )
+        _check_pages(runs, layout)
         self.layout = layout
         self.num_tokens = sum(run.num_tokens for run in runs)
+        self.windows = frozenset(windows)
+        self.index: AttentionIndex | None = None
+        if device.type == "cuda":
+            self.index = build_index(
+                runs, page_size=layout.page_size, num_kv_heads=layout.num_heads, device=device
+            )
+            return
         self.kv_rows = _kv_rows(runs, layout).to(device)
         self.groups = {
             window: [group.to(device) for group in _groups(runs, layout, window, dtype)]
-            for window in set(windows)
+            for window in self.windows
         }
 
     def check(self, kv: Tensor) -> None:
@@ -98,6 +106,71 @@ class AttentionPlan:
             )
 
 
+class DecodePlan(AttentionPlan):
+    """A plan of one token each of up to num_rows sequences, in one place on a GPU: a CUDA graph that was
+    captured with it serves whatever fill() has put there since. Rows that no run fills write nothing, and
+    attend to nothing: their output is zero.
+
+    max_pages: of one sequence.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_pages: int,
+        *,
+        layout: KVLayout,
+        windows: Iterable[int | None],
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.num_tokens = num_rows
+        self.windows = frozenset(windows)
+        self.max_pages = max_pages
+        self._buffer = DecodeIndexBuffer(
+            num_rows, max_pages, page_size=layout.page_size, num_kv_heads=layout.num_heads, device=device
+        )
+        self.index = self._buffer.index
+
+    def fill(self, runs: Sequence[TokenRun]) -> None:
+        """Takes the runs as rows 0, 1, ...; one copy on the current stream, which the host does not wait for.
+
+        Errors: ValueError when there are more than num_rows, one has more than one token or more than
+        max_pages, or its pages do not reach its end.
+        """
+        if len(runs) > self.num_tokens:
+            raise ValueError(f"{len(runs)} runs do not fit a plan of {self.num_tokens} rows")
+        for run in runs:
+            if run.num_tokens != 1 or len(run.pages) > self.max_pages:
+                raise ValueError(
+                    f"a run of {run.num_tokens} tokens and {len(run.pages)} pages is not a decode of at most "
+                    f"{self.max_pages} pages"
+                )
+        _check_pages(runs, self.layout)
+        self._buffer.fill(runs)
+
+
+def rotary_write_kv(heads: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, plan: AttentionPlan) -> None:
+    """Turns queries and keys by their positions, the queries in place, and writes keys and values to their
+    places (apply_rotary and write_kv in one pass).
+
+    heads: [T, Hq + 2 * Hkv, D] in the dtype of kv, the queries, keys and values of each token. What the keys
+        in it are afterwards is left open.
+    cos, sin: [T, 1, D] from rotary_factors.
+    kv: [num_pages, 2, Hkv, page_size, D], a layer of the pages, written in place.
+    Errors: ValueError when kv is not a layer of pages as planned, RuntimeError when the shapes do not fit.
+    """
+    num_kv_heads = plan.layout.num_heads
+    if plan.index is not None:
+        from deltaplane_kernels import rotary_triton
+
+        plan.check(kv)
+        rotary_triton.rotary_write_kv(heads, cos, sin, kv, plan.index.slots)
+        return
+    apply_rotary(heads[:, :-num_kv_heads], cos, sin)
+    write_kv(kv, heads[:, -2 * num_kv_heads :], plan)
+
+
 def write_kv(kv: Tensor, keys_values: Tensor, plan: AttentionPlan) -> None:
     """Writes the step's keys and values to their places: kv[page, :, :, slot] = keys_values[t].
 
@@ -106,6 +179,11 @@ def write_kv(kv: Tensor, keys_values: Tensor, plan: AttentionPlan) -> None:
     Errors: ValueError when kv is not a layer of pages as planned, RuntimeError when keys_values does not fit.
     """
     plan.check(kv)
+    if plan.index is not None:
+        from deltaplane_kernels import rotary_triton
+
+        rotary_triton.write_kv(kv, keys_values, plan.index.slots)
+        return
     head_dim = kv.shape[-1]
     _as_rows(kv, head_dim).index_copy_(0, plan.kv_rows, keys_values.reshape(-1, head_dim))
 
@@ -124,6 +202,12 @@ def paged_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | No
     Errors: ValueError when kv is not a layer of pages as planned, KeyError for a window that is not planned.
     """
     plan.check(kv)
+    if plan.index is not None:
+        from deltaplane_kernels import attention_triton
+
+        if window not in plan.windows:
+            raise KeyError(window)
+        return attention_triton.paged_attention(q, kv, plan.index, window)
     groups = plan.groups[window]
     if len(groups) == 1:
         return groups[0].attend(q, kv).reshape(plan.num_tokens, -1)
@@ -192,6 +276,14 @@ class _PrefillGroup:
             grouped, keys, values, attn_mask=self.mask, is_causal=self.mask is None
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _check_pages(runs: Sequence[TokenRun], layout: KVLayout) -> None:
+    for run in runs:
+        if len(run.pages) * layout.page_size < run.end:
+            raise ValueError(
+                f"{len(run.pages)} pages of {layout.page_size} tokens do not hold {run.end} tokens"
+            )
 
 
 def _gather(kv: Tensor, rows: Tensor) -> Tensor:

@@ -10,12 +10,15 @@
 Punica (Chen et al., 2023) names the two products shrink and expand. x A^T is kept in float32, whatever the
 type of x, y and the weights; BA is never formed. Rows of the base model, and slices that a row's adapter
 lacks, keep every bit whatever other adapters hold: no product mixes the rows of two adapters.
+
+A pool on a CPU computes in torch (lora_torch.py), one on a GPU in CUDA kernels (lora_cuda.py).
 """
 
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +26,9 @@ from torch import Tensor
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.lora_torch import AdapterDeltas, Ranks, adapter_deltas
 from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
+
+if TYPE_CHECKING:
+    from deltaplane_kernels.lora_cuda import CudaLora
 
 BASE_SLOT = -1
 """The slot of base-model rows."""
@@ -39,22 +45,41 @@ class _Group:
     deltas: AdapterDeltas
 
 
+class StepDeltas(Protocol):
+    """The deltas of one step's rows, where they are computed."""
+
+    def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        """See LoraStep.add_delta."""
+        ...
+
+
 class LoraStep:
     """The adapters of one step's rows. Made by RankPagePool.step, good for that step alone."""
 
-    def __init__(self, num_tokens: int, groups: Sequence[_Group]) -> None:
+    def __init__(self, num_tokens: int, deltas: StepDeltas) -> None:
         self.num_tokens = num_tokens
-        self._groups = groups
+        self._deltas = deltas
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """Adds the deltas of packed linear `linear` ("qkv_proj") of `layer` to y [T, out] in place.
 
         x [T, in] is the linear's input, T the step's number of tokens; float32, bfloat16 or float16 like y.
-        Errors: ValueError where x or y has another number of rows.
+        Errors: ValueError where x or y has another number of rows; on a GPU also for another dtype than the
+        pool's, and for rows that do not start at multiples of 16 bytes.
         """
         if len(x) != self.num_tokens or len(y) != self.num_tokens:
             raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows and y of {len(y)}")
-        for group in self._groups:
+        self._deltas.add_delta(layer, linear, x, y)
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchDeltas:
+    """The deltas of a step, group by group."""
+
+    groups: Sequence[_Group]
+
+    def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        for group in self.groups:
             delta = group.deltas[layer].get(linear)
             if delta is None:
                 continue
@@ -69,10 +94,11 @@ class LoraStep:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a slot holds: its pages at once, the deltas when they are copied in."""
+    """What a slot holds: its pages at once, the weights when they are copied in (on a CPU with `deltas`)."""
 
     pages: tuple[int, ...]
-    deltas: AdapterDeltas | None = None
+    ready: bool = False
+    deltas: AdapterDeltas = ()
 
 
 class RankPagePool:
@@ -81,8 +107,11 @@ class RankPagePool:
     pages: [num_pages, page_elements] of the pool's dtype, taken at once. An adapter in host memory has the
         same layout, [n, page_elements] (see RankPageLayout).
     page_bytes: bytes of one page.
+    max_tokens: most rows of a step on a GPU, whose tables and workspace are taken at once too; a CPU has no
+        such bound.
 
-    load and clear may be called from any thread, for slots and pages that no step under way uses.
+    load and clear may be called from any thread, for slots and pages that no step under way uses; the others
+    belong to the thread that computes the steps.
     """
 
     def __init__(
@@ -92,13 +121,16 @@ class RankPagePool:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        max_tokens: int = 8192,
     ) -> None:
+        """Errors: on a GPU ValueError for a layout that its kernels do not take (lora_cuda.check_layout)."""
         self.layout = RankPageLayout(layout)
         self.num_pages = num_pages
         self.num_slots = num_slots
         self.page_bytes = self.layout.page_bytes(dtype)
         with torch.inference_mode(False):  # pages made in inference mode could only be written inside it
             self.pages = torch.zeros(num_pages, self.layout.page_elements, dtype=dtype, device=device)
+        self._cuda = _cuda_lora(self.layout, self.pages, num_slots, max_tokens)
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
 
@@ -111,9 +143,13 @@ class RankPagePool:
         self._check_fit(pages, host_pages, ranks)
         entry = self._reserve(slot, tuple(pages))
         try:
-            for page, host_page in zip(pages, host_pages, strict=True):
-                self.pages[page].copy_(host_page)
-            entry.deltas = adapter_deltas(self.layout, self.pages, entry.pages, ranks)
+            if self._cuda is not None:
+                self._cuda.load(slot, pages, host_pages, ranks)
+            else:
+                for page, host_page in zip(pages, host_pages, strict=True):
+                    self.pages[page].copy_(host_page)
+                entry.deltas = adapter_deltas(self.layout, self.pages, entry.pages, ranks)
+            entry.ready = True
         except BaseException:
             self.clear(slot)
             raise
@@ -128,15 +164,35 @@ class RankPagePool:
         """Plans the deltas of one step; None where all its rows are the base model's.
 
         segments: (slot, number of tokens) of each sequence in the order of the rows; slot -1 is the base.
-        Errors: ValueError where a slot holds no adapter, or a number of tokens is below 1.
+        On a GPU the step's table is sent behind the work of the current stream; nothing is allocated.
+        Errors: ValueError where a slot holds no adapter, a number of tokens is below 1, or there are more
+        tokens than max_tokens on a GPU.
         """
         runs, num_tokens = _runs_by_slot(segments)
+        adapters = {slot: self._bound(slot) for slot in runs}
+        if not adapters:
+            return None
+        if self._cuda is not None:
+            self._cuda.stage(runs, num_tokens)
+            return LoraStep(num_tokens, self._cuda)
         groups = [
-            _Group(rows, self._bound(slot))
+            _Group(rows, adapters[slot])
             for slot, slot_runs in runs.items()
             for rows in _row_groups(slot_runs, self.pages.device)
         ]
-        return LoraStep(num_tokens, groups) if groups else None
+        return LoraStep(num_tokens, _TorchDeltas(groups))
+
+    def graph_step(self, num_tokens: int) -> LoraStep:
+        """A step to capture in a CUDA graph of num_tokens rows: a replay computes what step() staged last.
+
+        That step may have fewer rows than the graph; the graph's other rows are then as of the base. It must
+        have an adapter: where step() answers None it has staged nothing.
+        Errors: ValueError for a pool on a CPU, and for more tokens than max_tokens.
+        """
+        if self._cuda is None:
+            raise ValueError(f"a pool on {self.pages.device} has no CUDA graphs")
+        self._cuda.check_rows(num_tokens)
+        return LoraStep(num_tokens, self._cuda)
 
     def check_integrity(self) -> None:
         """Asserts that bound slots and pages are in range and that no page belongs to two slots."""
@@ -177,9 +233,18 @@ class RankPagePool:
 
     def _bound(self, slot: int) -> AdapterDeltas:
         entry = self._slots.get(slot)
-        if entry is None or entry.deltas is None:
+        if entry is None or not entry.ready:
             raise ValueError(f"slot {slot} holds no adapter")
         return entry.deltas
+
+
+def _cuda_lora(layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int) -> "CudaLora | None":
+    """The kernels of a pool on a GPU; NVIDIA's packages are imported for such a one alone."""
+    if pages.device.type != "cuda":
+        return None
+    from deltaplane_kernels.lora_cuda import CudaLora
+
+    return CudaLora(layout, pages, num_slots, max_tokens)
 
 
 def _runs_by_slot(segments: Sequence[tuple[int, int]]) -> tuple[dict[int, list[tuple[int, int]]], int]:

@@ -12,6 +12,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     dtype of x before the product with weight, as the models are trained.
     Errors: RuntimeError when the shape of weight does not fit.
     """
+    if x.is_cuda:
+        from deltaplane_kernels import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
     wide = x.float()
     inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * inverse).to(x.dtype).mul_(weight)
@@ -23,4 +27,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     x, residual: [T, H]; weight: [H]; all of one dtype. x is left alone.
     Errors: RuntimeError when the shapes do not fit.
     """
+    if x.is_cuda:
+        from deltaplane_kernels import norm_triton
+
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)

@@ -9,12 +9,16 @@ def rotary_factors(
 ) -> tuple[Tensor, Tensor]:
     """The factors that apply_rotary takes: computed once a step, used by every layer.
 
-    positions: [T], int64.
+    positions: [T], int32 or int64.
     inv_freq: [D / 2], float32, radians per position.
     scaling: multiplies both factors (YaRN's attention factor; 1 without it).
     Returns (cos, sin), each [T, 1, D] in `dtype`, with angle position * inv_freq[i] at i and at i + D / 2;
     the first half of sin is negated, so that a rotation is one roll and two products.
     """
+    if positions.is_cuda:
+        from deltaplane_kernels import rotary_triton
+
+        return rotary_triton.rotary_factors(positions, inv_freq, scaling, dtype)
     angles = positions[:, None].float() * inv_freq
     cos = angles.cos().mul_(scaling)
     sin = angles.sin().mul_(scaling)
@@ -31,5 +35,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     cos, sin: [T, 1, D] from rotary_factors, in the dtype of x.
     Errors: RuntimeError when the shapes do not fit.
     """
+    if x.is_cuda:
+        from deltaplane_kernels import rotary_triton
+
+        rotary_triton.apply_rotary(x, cos, sin)
+        return
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     x.mul_(cos).add_(swapped.mul_(sin))

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun, paged_attention, write_kv
+from deltaplane_kernels.attention import (
+    AttentionPlan,
+    DecodePlan,
+    KVLayout,
+    TokenRun,
+    paged_attention,
+    rotary_write_kv,
+    write_kv,
+)
+from deltaplane_kernels.rotary import apply_rotary, rotary_factors
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -149,6 +158,34 @@ def test_writes_each_token_to_its_own_place_alone() -> None:
     for (page, slot), heads in zip(places, keys_values, strict=True):
         expected[page, 1, :, :, slot] = heads.view(2, 2, 16)
     assert torch.equal(pages, expected)
+
+
+def test_turns_and_writes_as_one_after_the_other() -> None:
+    case = make_case([(14, 4), (3, 1)])
+    packed = torch.cat((case.queries, case.keys_values), dim=1)
+    cos, sin = rotary_factors(torch.tensor([14, 15, 16, 17, 3]), torch.rand(8), 1.0, torch.float32)
+    plan = AttentionPlan(case.runs, layout=case.layout, windows=[None], dtype=torch.float32, device=CPU)
+    expected, expected_pages = packed.clone(), case.pages.clone()
+    apply_rotary(expected[:, :8], cos, sin)
+    write_kv(expected_pages[:, 1], expected[:, 6:], plan)
+
+    rotary_write_kv(packed, cos, sin, case.kv, plan)
+
+    assert torch.equal(packed[:, :6], expected[:, :6])
+    torch.testing.assert_close(case.pages, expected_pages, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_decode_plan_refuses_what_it_has_no_room_for() -> None:
+    plan = DecodePlan(2, 3, layout=KVLayout(1, 2, PAGE, 16), windows=[None], device=CPU)
+    plan.fill([TokenRun(40, 1, [0, 1, 2])])
+    with pytest.raises(ValueError, match="3 runs do not fit a plan of 2 rows"):
+        plan.fill([TokenRun(0, 1, [i]) for i in range(3)])
+    with pytest.raises(ValueError, match="2 tokens and 1 pages is not a decode of at most 3 pages"):
+        plan.fill([TokenRun(0, 2, [0])])
+    with pytest.raises(ValueError, match="1 tokens and 4 pages is not a decode of at most 3 pages"):
+        plan.fill([TokenRun(0, 1, [0, 1, 2, 3])])
+    with pytest.raises(ValueError, match="1 pages of 16 tokens do not hold 17 tokens"):
+        plan.fill([TokenRun(16, 1, [0])])
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:

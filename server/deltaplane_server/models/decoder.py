@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.activation import silu_mul
-from deltaplane_kernels.attention import AttentionPlan, paged_attention, write_kv
+from deltaplane_kernels.attention import AttentionPlan, paged_attention, rotary_write_kv
 from deltaplane_kernels.layout import PackedLinear
 from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.norm import add_rms_norm, rms_norm
-from deltaplane_kernels.rotary import apply_rotary, rotary_factors
+from deltaplane_kernels.rotary import rotary_factors
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.weights import WeightSource
 
@@ -43,7 +43,7 @@ class LoraStep(Protocol):
 class DecoderInputs:
     """The tokens of one step.
 
-    tokens, positions: [T], int64.
+    tokens, positions: [T], int64; positions may be int32.
     attention: where they stand in the KV pages.
     lora: the deltas; None for a step of the base model alone.
     """
@@ -93,9 +93,11 @@ class Decoder:
             x = layer.forward(x, residual, rotary, inputs, kv)
         return residual.add_(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size], float32."""
-        return self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps)).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size], float32, which
+        is `out` where that is given."""
+        logits = self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def decoder_bytes(
@@ -155,8 +157,7 @@ class DecoderLayer:
             q_norm, k_norm = self._qk_norm
             queries.copy_(rms_norm(queries, q_norm, self._eps))
             keys.copy_(rms_norm(keys, k_norm, self._eps))
-        apply_rotary(heads[:, : self._num_heads + self._num_kv_heads], *rotary)
-        write_kv(kv, heads[:, self._num_heads :], inputs.attention)
+        rotary_write_kv(heads, *rotary, kv, inputs.attention)
         return self._linear(
             "o_proj", paged_attention(queries, kv, inputs.attention, self._window), inputs.lora
         )

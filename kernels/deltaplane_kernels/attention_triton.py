@@ -1,0 +1,439 @@
+"""Attention over KV pages in Triton, for a step's decodes and for its chunks of prompts.
+
+Softmax is online (FlashAttention, Dao et al., 2022). The query heads that share a KV head are rows of one
+tile, so keys and values are read once for all of them. The keys of a decode are shared out among programs
+(Flash-Decoding, Dao et al., 2023); the last one that is done combines what all have found, always in the same
+order. Launches depend on the number of rows alone: lengths and block tables are read on the device, so a CUDA
+graph serves any.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltaplane_kernels.attention_index import MAX_SPLITS, AttentionIndex
+
+_LOG2_E = 1.4426950408889634
+
+
+def paged_attention(
+    q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As attention.paged_attention. Slots of a page that are not written yet are not read.
+
+    out: [T, Hq * D], contiguous, in the dtype of q; a new tensor where it is None.
+    Errors: RuntimeError when q does not fit index and kv.
+    """
+    num_tokens, num_kv_heads, head_dim = index.slots.shape[0], kv.shape[2], kv.shape[4]
+    if (q.shape[0], q.shape[2]) != (num_tokens, head_dim) or q.shape[1] % num_kv_heads or q.dtype != kv.dtype:
+        raise RuntimeError(
+            f"q {tuple(q.shape)} of {q.dtype} does not fit {num_tokens} tokens and kv {tuple(kv.shape)} of "
+            f"{kv.dtype}"
+        )
+    if q.stride(1) != head_dim or q.stride(2) != 1:
+        q = q.contiguous()
+    if out is None:
+        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+    if index.num_decodes:
+        _launch_decode(out, q, kv, index, window)
+    if index.num_prefills:
+        _launch_prefill(out, q, kv, index, window)
+    return out
+
+
+def _launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    group = q.shape[1] // num_kv_heads
+    tiles = _decode_tiles(q.dtype, head_dim, group)
+    sums, weights = index.workspace.partials(group, head_dim)
+    _decode[(num_kv_heads, index.num_decodes, index.splits.count)](
+        out,
+        q,
+        kv,
+        index.rows,
+        index.starts,
+        index.table_starts,
+        index.tables,
+        sums,
+        weights,
+        index.workspace.counters,
+        q.stride(0),
+        kv.stride(0),
+        window or 0,
+        index.splits.min_keys,
+        SCALE=_LOG2_E / head_dim**0.5,
+        MAX_SPLITS=MAX_SPLITS,
+        **tiles.arguments(kv, group, window),
+    )
+
+
+def _launch_prefill(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+    num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    group = q.shape[1] // num_kv_heads
+    tiles = _prefill_tiles(q.dtype, head_dim, group)
+    # At most this many tiles: each sequence may leave one partly empty.
+    num_tiles = index.num_prefill_tokens // (tiles.rows // group) + index.num_prefills
+    _prefill[(num_kv_heads, num_tiles)](
+        out,
+        q,
+        kv,
+        index.rows[index.num_decodes :],
+        index.starts[index.num_decodes :],
+        index.table_starts[index.num_decodes :],
+        index.first_tokens,
+        index.tables,
+        index.num_prefills,
+        q.stride(0),
+        kv.stride(0),
+        window or 0,
+        SCALE=_LOG2_E / head_dim**0.5,
+        **tiles.arguments(kv, group, window),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """rows: query heads times tokens of a program. keys: read at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    def arguments(self, kv: Tensor, group: int, window: int | None) -> dict[str, Any]:
+        """What all kernels are compiled for."""
+        return {
+            "GROUP": group,
+            "HEAD_DIM": kv.shape[4],
+            "PAGE_SIZE": kv.shape[3],
+            "ROWS": self.rows,
+            "KEYS": self.keys,
+            "DIMS": triton.next_power_of_2(kv.shape[4]),
+            "WINDOWED": window is not None,
+            "PRECISION": "ieee" if kv.dtype == torch.float32 else "tf32",
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+def _decode_tiles(dtype: torch.dtype, head_dim: int, group: int) -> _Tiles:
+    rows = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return _Tiles(rows, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+    # Page numbers are loaded ahead of the keys that they lead to: five stages hold two tiles of keys.
+    return _Tiles(rows, keys=64, num_warps=4, num_stages=5 if head_dim <= 128 else 3)
+
+
+def _prefill_tiles(dtype: torch.dtype, head_dim: int, group: int) -> _Tiles:
+    if dtype == torch.float32:
+        rows = max(32, triton.next_power_of_2(group))
+        return _Tiles(rows, keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=1)
+    rows = max(128, triton.next_power_of_2(group))
+    return _Tiles(rows, keys=64, num_warps=8, num_stages=3 if head_dim <= 128 else 2)
+
+
+@triton.jit(do_not_specialize=["window", "min_keys"])
+def _decode(
+    out,
+    q,
+    kv,
+    rows,
+    starts,
+    table_starts,
+    tables,
+    sums,
+    weights,
+    counters,
+    q_stride,
+    page_stride,
+    window,
+    min_keys,
+    SCALE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One split of the keys of one KV head of one decode."""
+    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(2)
+    position = tl.load(starts + sequence)
+    num_keys = position + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(num_keys - window, 0) // KEYS * KEYS
+    split_keys = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), KEYS) * KEYS, min_keys)
+    active = tl.maximum(tl.cdiv(num_keys - first, split_keys), 1)
+    if split >= active:
+        return
+
+    heads, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    row = tl.load(rows + sequence).to(tl.int64)
+    query_heads = kv_head * GROUP + heads
+    shown = (heads < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(
+        q + row * q_stride + query_heads[:, None] * HEAD_DIM + dims[None, :], mask=shown, other=0.0
+    )
+    begin = first + split * split_keys
+    acc, peak, total = _attend(
+        tl.zeros((ROWS, DIMS), tl.float32),
+        tl.full((ROWS,), -1e30, tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        queries,
+        tl.zeros((ROWS,), tl.int32) + position,
+        kv + kv_head * PAGE_SIZE * HEAD_DIM,
+        tables + tl.load(table_starts + sequence),
+        begin,
+        tl.minimum(begin + split_keys, num_keys),
+        num_kv_heads * PAGE_SIZE * HEAD_DIM,
+        page_stride,
+        window,
+        SCALE,
+        HEAD_DIM,
+        PAGE_SIZE,
+        KEYS,
+        DIMS,
+        True,
+        WINDOWED,
+        PRECISION,
+    )
+    out += (row * num_kv_heads + kv_head) * GROUP * HEAD_DIM
+    if active == 1:
+        tl.store(
+            out + heads[:, None] * HEAD_DIM + dims[None, :],
+            _mean(acc, total).to(out.dtype.element_ty),
+            mask=shown,
+        )
+        return
+
+    program = sequence * num_kv_heads + kv_head
+    partial = program * num_splits * GROUP
+    own = partial + split * GROUP + heads
+    tl.store(sums + own.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc, mask=shown)
+    tl.store(weights + own * 2, peak, mask=heads < GROUP)
+    tl.store(weights + own * 2 + 1, total, mask=heads < GROUP)
+    # All threads have stored before one of them announces it to the other programs.
+    tl.debug_barrier()
+    if tl.atomic_add(counters + program, 1, sem="acq_rel") == active - 1:
+        _combine(out, sums, weights, partial, active, MAX_SPLITS, GROUP, HEAD_DIM, DIMS)
+        tl.store(counters + program, 0)
+
+
+@triton.jit
+def _combine(
+    out,
+    sums,
+    weights,
+    partial,
+    active,
+    MAX_SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """The query heads of one decode out of what its splits have found."""
+    splits, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
+    there = splits < active
+    for head in range(GROUP):
+        rows = partial + splits * GROUP + head
+        peaks = tl.load(weights + rows * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(weights + rows * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+        acc = tl.load(
+            sums + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :],
+            mask=there[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        factors = tl.exp2(peaks - tl.max(peaks, 0))
+        mean = tl.sum(acc * factors[:, None], 0) / tl.sum(totals * factors, 0)
+        tl.store(out + head * HEAD_DIM + dims, mean.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["window", "num_sequences"])
+def _prefill(
+    out,
+    q,
+    kv,
+    rows,
+    starts,
+    table_starts,
+    first_tokens,
+    tables,
+    num_sequences,
+    q_stride,
+    page_stride,
+    window,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """ROWS // GROUP tokens of one sequence, for one KV head."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head, num_kv_heads = tl.program_id(0), tl.num_programs(0)
+    # Later tokens have more keys: they go first, so that no long program starts last.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence = _sequence_of(tile, first_tokens, num_sequences, TOKENS)
+    before = tl.load(first_tokens + sequence)
+    num_tokens = tl.load(first_tokens + sequence + 1) - before
+    first_token = (tile - before // TOKENS - sequence) * TOKENS
+    if first_token >= num_tokens:
+        return
+
+    lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    tokens = first_token + lanes // GROUP
+    shown = ((lanes < TOKENS * GROUP) & (tokens < num_tokens))[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = tl.load(rows + sequence).to(tl.int64) + tokens
+    query_heads = kv_head * GROUP + lanes % GROUP
+    queries = tl.load(
+        q + (q_rows * q_stride + query_heads * HEAD_DIM)[:, None] + dims[None, :], mask=shown, other=0.0
+    )
+    start = tl.load(starts + sequence)
+    first_position = start + first_token
+    positions = start + tokens
+    num_keys = start + tl.minimum(first_token + TOKENS, num_tokens)
+    layer = kv + kv_head * PAGE_SIZE * HEAD_DIM
+    table = tables + tl.load(table_starts + sequence)
+    values = num_kv_heads * PAGE_SIZE * HEAD_DIM
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
+    peak = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if WINDOWED:
+        masked = tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS
+    else:
+        # Keys that all tokens of the tile see.
+        masked = (first_position + 1) // KEYS * KEYS
+        acc, peak, total = _attend(
+            acc,
+            peak,
+            total,
+            queries,
+            positions,
+            layer,
+            table,
+            0,
+            masked,
+            values,
+            page_stride,
+            window,
+            SCALE,
+            HEAD_DIM,
+            PAGE_SIZE,
+            KEYS,
+            DIMS,
+            False,
+            False,
+            PRECISION,
+        )
+    acc, peak, total = _attend(
+        acc,
+        peak,
+        total,
+        queries,
+        positions,
+        layer,
+        table,
+        masked,
+        num_keys,
+        values,
+        page_stride,
+        window,
+        SCALE,
+        HEAD_DIM,
+        PAGE_SIZE,
+        KEYS,
+        DIMS,
+        True,
+        WINDOWED,
+        PRECISION,
+    )
+    targets = (q_rows * num_kv_heads * GROUP + query_heads) * HEAD_DIM
+    tl.store(out + targets[:, None] + dims[None, :], _mean(acc, total).to(out.dtype.element_ty), mask=shown)
+
+
+@triton.jit
+def _mean(acc, total):
+    """0 where there were no keys: in rows of padding."""
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _sequence_of(tile, first_tokens, num_sequences, TOKENS: tl.constexpr):
+    """The last sequence whose first tile is not after `tile`; sequence i starts at first_tokens[i] // TOKENS
+    + i."""
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(first_tokens + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _attend(
+    acc,
+    peak,
+    total,
+    queries,
+    positions,
+    layer,
+    table,
+    begin,
+    end,
+    values,
+    page_stride,
+    window,
+    SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Folds the keys and values at positions begin ... end - 1 into a running softmax.
+
+    acc: [ROWS, DIMS], sums of values, weighted relative to peak: [ROWS], the highest score, in powers of two;
+    total: [ROWS], of the weights. peak starts at a finite value, lower than any score: a row that sees none
+    of the keys keeps what it has.
+    values: offset of a page's values from its keys.
+    """
+    dims = tl.arange(0, DIMS)
+    for first in range(begin, end, KEYS):
+        keys = first + tl.arange(0, KEYS)
+        pages = tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0).to(tl.int64)
+        tokens = layer + (pages * page_stride + keys % PAGE_SIZE * HEAD_DIM)
+        shown = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(tokens[:, None] + dims[None, :], mask=shown, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * SCALE
+        if MASKED:
+            visible = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+            if WINDOWED:
+                visible &= keys[None, :] > positions[:, None] - window
+            scores = tl.where(visible, scores, -float("inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        factor = tl.exp2(peak - new_peak)
+        weights = tl.exp2(scores - new_peak[:, None])
+        total = total * factor + tl.sum(weights, 1)
+        v = tl.load((tokens + values)[:, None] + dims[None, :], mask=shown, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * factor[:, None], input_precision=PRECISION)
+        peak = new_peak
+    return acc, peak, total

@@ -1,0 +1,558 @@
+// The LoRA op on rank pages: shrink, then expand. The equation and shapes are in lora.py, costs in lora_cuda.py.
+//
+// Compiled by NVRTC; needs no header. One launch serves any mix of adapters: what a step's rows belong to is read
+// from device memory, and a grid of as many blocks as the GPU holds walks over the work that it finds there.
+//
+// The unit of work is a tile: up to TILE rows of one slot. A block reads a weight once for all rows of a tile.
+// Each output element is summed by one thread in a fixed order, so equal steps give equal bits. Weight rows
+// at or above a matrix's rank are never read: they may hold anything.
+
+using uint = unsigned int;
+using ushort = unsigned short;       // a two-byte element that is only moved
+
+constexpr int WARPS = 4;
+constexpr int THREADS = WARPS * 32;
+constexpr int PAGE_ROWS = 8;        // rank rows of a matrix in a page
+constexpr int RANK_BLOCK = 16;      // rank rows of one tensor-core product: two pages
+constexpr int GROUP = 8;            // rows of x or y of one tensor-core product
+constexpr int VECTOR = 8;           // two-byte elements in 16 bytes
+constexpr int SUBTILE = 16;         // rows whose shrunk values lie in shared memory at a time
+constexpr int COLUMN_BLOCK = 256;   // columns of y of one block: 64 of each warp
+constexpr int MAX_RANK = 256;
+constexpr int MAX_SLICES = 4;
+
+// Mirrored by lora_cuda.Launch. Pitches and strides are in elements.
+struct Launch {
+    const void* a;                  // A and B of this layer and linear in page 0
+    const void* b;
+    const void* x;
+    void* y;
+    float* partial;                 // [splits, num_rows, num_slices, MAX_RANK], by place in the step's row list
+    const int* step;                // see lora_tiles.py
+    const int* slot_pages;          // [num_slots, slot_pages_pitch]
+    const int* slot_ranks;          // [num_slots, slot_ranks_pitch]
+    long long page_stride;
+    long long x_pitch;
+    long long y_pitch;
+    int a_pitch;
+    int b_pitch;
+    int slot_pages_pitch;
+    int slot_ranks_pitch;
+    int first_rank;                 // this linear's first slice in a row of slot_ranks
+    int num_rows;
+    int in_features;
+    int num_slices;
+    int splits;                     // of in_features
+    int split_width;
+    int column_blocks;              // of all slices
+    int y_column[MAX_SLICES];
+    int b_column[MAX_SLICES];
+    int width[MAX_SLICES];
+};
+
+struct Tile {
+    int slot;
+    int first;                      // its first row's place in the row list
+    int count;
+    const int* rows;                // the numbers of its rows in x and y
+};
+
+__device__ int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
+__device__ int num_tiles(const Launch& launch) { return launch.step[0]; }
+
+__device__ Tile tile_at(const Launch& launch, int index) {
+    const int4 entry = reinterpret_cast<const int4*>(launch.step)[1 + index];
+    return {entry.x, entry.y, entry.z, launch.step + launch.step[1] + entry.y};
+}
+
+__device__ int rank_of(const Launch& launch, int slot, int slice) {
+    return launch.slot_ranks[static_cast<long long>(slot) * launch.slot_ranks_pitch + launch.first_rank + slice];
+}
+
+__device__ const int* pages_of(const Launch& launch, int slot) {
+    return launch.slot_pages + static_cast<long long>(slot) * launch.slot_pages_pitch;
+}
+
+__device__ float* partial_at(const Launch& launch, int split, int place, int slice) {
+    const long long row = static_cast<long long>(split) * launch.num_rows + place;
+    return launch.partial + (row * launch.num_slices + slice) * MAX_RANK;
+}
+
+// Programmatic dependent launch: the next kernel's blocks may start now; this kernel's inputs are complete.
+__device__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Weights never change under a kernel. Volatile all the same: loads are issued where they are written, early.
+__device__ uint4 load_weights(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    return v;
+}
+
+// Activations do, until the kernel before this one is done: not to be moved above the wait.
+__device__ uint4 load_activations(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address) : "memory");
+    return v;
+}
+
+__device__ float load_partial(const float* address) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
+    return v;
+}
+
+struct BFloat16 {
+    static __device__ float2 unpack(uint pair) {
+        return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+    }
+    static __device__ uint pack(float2 v) {
+        uint pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(v.y), "f"(v.x));
+        return pair;
+    }
+    static __device__ void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+};
+
+struct Float16 {
+    static __device__ float2 unpack(uint pair) {
+        float2 v;
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+            : "=f"(v.x), "=f"(v.y) : "r"(pair));
+        return v;
+    }
+    static __device__ uint pack(float2 v) {
+        uint pair;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(v.y), "f"(v.x));
+        return pair;
+    }
+    static __device__ void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+};
+
+__device__ void mma_tf32(float (&d)[4], float2 low, float2 high, float b0, float b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(low.x)), "r"(__float_as_uint(low.y)), "r"(__float_as_uint(high.x)),
+          "r"(__float_as_uint(high.y)), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// The part of a float that TF32 keeps.
+__device__ float tf32_part(float v) { return __uint_as_float(__float_as_uint(v) & 0xffffe000u); }
+
+__device__ uint component(const uint4& v, int index) {
+    return index == 0 ? v.x : index == 1 ? v.y : index == 2 ? v.z : v.w;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Shrink: partial[split][place][slice][rank] = x[row, columns of split] . A_slice[rank, columns of split]
+//
+// A block takes one tile, slice and split; its warps take every fourth run of 32 columns. A product is
+// [16 rank rows, 16 columns] x [16 columns, 8 rows of x]. A thread loads 8 neighbouring columns of its rank rows
+// and of its row of x, and feeds them to two products: which column is which k is free, as long as both
+// operands agree.
+
+template <typename Type, int GROUPS, int RUNS>
+struct ShrinkWarp {
+    float sum[GROUPS][4];           // ranks (g, g + 8) x rows (2t, 2t + 1) of each group
+
+    // begin: the warp's first column, so that its lanes stay together; `lane_column` is added where they load.
+    __device__ void run(const ushort* const (&a)[2], const ushort* const (&x)[GROUPS], int begin, int end,
+                        int lane_column) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            for (float& element : sum[group]) element = 0.0f;
+        }
+        for (int column = begin; column < end; column += RUNS * WARPS * 32) {
+            uint4 weights[RUNS][2], inputs[RUNS][GROUPS];
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) {
+                const int at = column + run * WARPS * 32 + lane_column;
+                load(weights[run], inputs[run], a, x, at, at < end);
+            }
+#pragma unroll
+            for (int run = 0; run < RUNS; ++run) multiply(weights[run], inputs[run]);
+        }
+    }
+
+    __device__ static void load(uint4 (&weights)[2], uint4 (&inputs)[GROUPS], const ushort* const (&a)[2],
+                                const ushort* const (&x)[GROUPS], int column, bool inside) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            weights[half] = {0, 0, 0, 0};
+            if (inside && a[half]) weights[half] = load_weights(a[half] + column);
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            inputs[group] = {0, 0, 0, 0};
+            if (inside && x[group]) inputs[group] = load_activations(x[group] + column);
+        }
+    }
+
+    __device__ void multiply(const uint4 (&w)[2], const uint4 (&x)[GROUPS]) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            Type::mma(sum[group], w[0].x, w[1].x, w[0].y, w[1].y, x[group].x, x[group].y);
+            Type::mma(sum[group], w[0].z, w[1].z, w[0].w, w[1].w, x[group].z, x[group].w);
+        }
+    }
+};
+
+template <typename Type, int TILE, int RUNS>
+__device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, int split) {
+    constexpr int GROUPS = TILE / GROUP;
+    __shared__ float sums[WARPS][TILE][RANK_BLOCK + 1];
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int rank = rank_of(launch, tile.slot, slice);
+    const int* pages = pages_of(launch, tile.slot);
+    const int begin = split * launch.split_width + warp * 32;
+    const int end = min((split + 1) * launch.split_width, launch.in_features);
+    const ushort* x[GROUPS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        const int place = group * GROUP + g;
+        x[group] = place < tile.count
+            ? static_cast<const ushort*>(launch.x) + tile.rows[place] * launch.x_pitch
+            : nullptr;
+    }
+    for (int first = 0; first < rank; first += RANK_BLOCK) {
+        const ushort* a[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            a[half] = first + half * PAGE_ROWS + g < rank
+                ? static_cast<const ushort*>(launch.a) + pages[first / PAGE_ROWS + half] * launch.page_stride
+                    + (slice * PAGE_ROWS + g) * static_cast<long long>(launch.a_pitch)
+                : nullptr;
+        }
+        ShrinkWarp<Type, GROUPS, RUNS> product;
+        product.run(a, x, begin, end, t * VECTOR);
+        __syncthreads();            // the sums of the ranks before are read
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const int place = group * GROUP + 2 * t;
+            sums[warp][place][g] = product.sum[group][0];
+            sums[warp][place + 1][g] = product.sum[group][1];
+            sums[warp][place][g + 8] = product.sum[group][2];
+            sums[warp][place + 1][g + 8] = product.sum[group][3];
+        }
+        __syncthreads();
+        for (int element = threadIdx.x; element < tile.count * RANK_BLOCK; element += THREADS) {
+            const int place = element / RANK_BLOCK, row = element % RANK_BLOCK;
+            float sum = 0.0f;
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) sum += sums[other][place][row];
+            partial_at(launch, split, tile.first + place, slice)[first + row] = sum;
+        }
+    }
+}
+
+// One warp for each element, in float32 throughout.
+__device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int slice, int split) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = rank_of(launch, tile.slot, slice);
+    const int* pages = pages_of(launch, tile.slot);
+    const int end = min((split + 1) * launch.split_width, launch.in_features);
+    for (int element = warp; element < tile.count * rank; element += WARPS) {
+        const int place = element / rank, row = element % rank;
+        const float* x = static_cast<const float*>(launch.x) + tile.rows[place] * launch.x_pitch;
+        const float* a = static_cast<const float*>(launch.a) + pages[row / PAGE_ROWS] * launch.page_stride
+            + (slice * PAGE_ROWS + row % PAGE_ROWS) * static_cast<long long>(launch.a_pitch);
+        float sum = 0.0f;
+        for (int column = split * launch.split_width + 4 * lane; column < end; column += 128) {
+            const uint4 u = load_activations(x + column), w = load_weights(a + column);
+            sum = fmaf(__uint_as_float(u.x), __uint_as_float(w.x), sum);
+            sum = fmaf(__uint_as_float(u.y), __uint_as_float(w.y), sum);
+            sum = fmaf(__uint_as_float(u.z), __uint_as_float(w.z), sum);
+            sum = fmaf(__uint_as_float(u.w), __uint_as_float(w.w), sum);
+        }
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (lane == 0) partial_at(launch, split, tile.first + place, slice)[row] = sum;
+    }
+}
+
+template <typename Item>
+__device__ void for_each_shrink_item(const Launch& launch, Item item) {
+    let_next_kernel_start();        // it waits for all that this one writes before it reads any of it
+    wait_for_previous_kernel();
+    const int items = num_tiles(launch) * launch.num_slices * launch.splits;
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const int part = index / launch.splits;
+        item(tile_at(launch, part / launch.num_slices), part % launch.num_slices, index % launch.splits);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Expand: y[row, columns of slice] += (sum over splits of partial[split][place][slice]) . B_slice
+//
+// A block takes one tile and 256 columns of one slice; a warp 64 columns. A product is
+// [16 columns, 8 rank rows] x [8 rank rows, 8 rows of y]. A thread loads 8 neighbouring columns of two rank rows
+// and, as the columns are dealt to products, ends with the same 8 columns of two rows of y: one 16-byte load
+// and store each.
+// B is exact in TF32, which has the mantissa of float16 and the exponent of bfloat16. The shrunk float32 values
+// are multiplied in two parts, so that 22 bits of their 24 count.
+
+struct ExpandItem {
+    Tile tile;
+    int slice;
+    int rank;
+    int column;                     // of this block, in the slice
+};
+
+// Of rank 0 after the last one.
+__device__ ExpandItem expand_item_at(const Launch& launch, int index, int items) {
+    ExpandItem item = {};
+    if (index >= items) return item;
+    item.tile = tile_at(launch, index / launch.column_blocks);
+    item.slice = 0;
+    int block = index % launch.column_blocks;
+    while (block >= ceil_div(launch.width[item.slice], COLUMN_BLOCK)) {
+        block -= ceil_div(launch.width[item.slice], COLUMN_BLOCK);
+        ++item.slice;
+    }
+    item.rank = rank_of(launch, item.tile.slot, item.slice);
+    item.column = block * COLUMN_BLOCK;
+    return item;
+}
+
+using Shrunk = float[SUBTILE][MAX_RANK + 4];  // the pad spreads a warp's reads over all banks
+
+// Sums the splits of `count` rows from `first` of the tile on. All threads of the block call it. Zero where a
+// product reads beyond the rank or the rows.
+__device__ void sum_splits(const Launch& launch, const ExpandItem& item, int first, int count, Shrunk& shrunk) {
+    const int ranks = ceil_div(item.rank, PAGE_ROWS) * PAGE_ROWS;
+    const long long stride = static_cast<long long>(launch.num_rows) * launch.num_slices * MAX_RANK;
+    __syncthreads();                // the values before are read
+    for (int element = threadIdx.x; element < ceil_div(count, GROUP) * GROUP * ranks; element += THREADS) {
+        const int place = element / ranks, rank = element % ranks;
+        float sum = 0.0f;
+        if (place < count && rank < item.rank) {
+            const float* partial = partial_at(launch, 0, item.tile.first + first + place, item.slice) + rank;
+#pragma unroll 4
+            for (int split = 0; split < launch.splits; ++split) sum += load_partial(partial + split * stride);
+        }
+        shrunk[place][rank] = sum;
+    }
+    __syncthreads();
+}
+
+// Rank rows t and t + 4 of one page, 8 columns of each.
+struct PageRows {
+    uint4 low, high;
+};
+
+__device__ PageRows load_page(const Launch& launch, const ExpandItem& item, const int* pages, int page,
+                              int column, bool inside) {
+    const int t = threadIdx.x % 4;
+    PageRows rows = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    if (inside && page * PAGE_ROWS + t < item.rank) {
+        const ushort* b = static_cast<const ushort*>(launch.b) + pages[page] * launch.page_stride
+            + static_cast<long long>(t) * launch.b_pitch + launch.b_column[item.slice] + column;
+        rows.low = load_weights(b);
+        if (page * PAGE_ROWS + t + 4 < item.rank) rows.high = load_weights(b + 4LL * launch.b_pitch);
+    }
+    return rows;
+}
+
+template <typename Type>
+__device__ void multiply_page(float (&sum)[4][4], const PageRows& rows, float shrunk_low, float shrunk_high) {
+    const float low = tf32_part(shrunk_low), high = tf32_part(shrunk_high);
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        const float2 first = Type::unpack(component(rows.low, pair));
+        const float2 second = Type::unpack(component(rows.high, pair));
+        mma_tf32(sum[pair], first, second, low, high);
+        mma_tf32(sum[pair], first, second, shrunk_low - low, shrunk_high - high);
+    }
+}
+
+template <typename Type>
+__device__ uint4 added(const uint4& y, const float (&sum)[4][4], int row) {
+    uint result[4];
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        const float2 before = Type::unpack(component(y, pair));
+        result[pair] = Type::pack({before.x + sum[pair][row], before.y + sum[pair][2 + row]});
+    }
+    return {result[0], result[1], result[2], result[3]};
+}
+
+// The first pages of an item: kept in registers for all its rows, and loaded an item ahead.
+constexpr int KEPT = 2;
+struct KeptPages {
+    PageRows page[KEPT];
+};
+
+struct ExpandLane {
+    int column;                     // of a thread, in the slice: the first of its 8
+    bool inside;
+};
+
+__device__ ExpandLane lane_of(const Launch& launch, const ExpandItem& item) {
+    const int column = item.column + threadIdx.x / 4 * VECTOR;  // 8 threads a warp, 64 columns
+    return {column, column < launch.width[item.slice]};
+}
+
+__device__ KeptPages load_kept(const Launch& launch, const ExpandItem& item) {
+    const ExpandLane lane = lane_of(launch, item);
+    const int* pages = pages_of(launch, item.tile.slot);
+    KeptPages kept;
+#pragma unroll
+    for (int page = 0; page < KEPT; ++page) {
+        kept.page[page] = load_page(launch, item, pages, page, lane.column, lane.inside);
+    }
+    return kept;
+}
+
+// Up to SUBTILE rows from `first` of the tile on.
+template <typename Type>
+__device__ void expand_rows(const Launch& launch, const ExpandItem& item, const KeptPages& kept, int first,
+                            Shrunk& shrunk) {
+    constexpr int GROUPS = SUBTILE / GROUP;
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int count = min(SUBTILE, item.tile.count - first);
+    const ExpandLane lane = lane_of(launch, item);
+    const int* pages = pages_of(launch, item.tile.slot);
+    ushort* target[GROUPS][2];
+    uint4 before[GROUPS][2];
+#pragma unroll
+    for (int part = 0; part < GROUPS * 2; ++part) {
+        const int place = part / 2 * GROUP + 2 * t + part % 2;
+        target[part / 2][part % 2] = nullptr;
+        before[part / 2][part % 2] = {0, 0, 0, 0};
+        if (lane.inside && place < count) {
+            ushort* y = static_cast<ushort*>(launch.y) + item.tile.rows[first + place] * launch.y_pitch;
+            target[part / 2][part % 2] = y + launch.y_column[item.slice] + lane.column;
+            before[part / 2][part % 2] = load_activations(target[part / 2][part % 2]);
+        }
+    }
+    sum_splits(launch, item, first, count, shrunk);
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        if (group * GROUP >= count) continue;
+        const float* values = shrunk[group * GROUP + g] + t;
+        float sum[4][4] = {};
+#pragma unroll
+        for (int page = 0; page < KEPT; ++page) {
+            if (page * PAGE_ROWS < item.rank) {
+                multiply_page<Type>(sum, kept.page[page], values[page * PAGE_ROWS], values[page * PAGE_ROWS + 4]);
+            }
+        }
+        PageRows rows = load_page(launch, item, pages, KEPT, lane.column, lane.inside);
+        for (int page = KEPT; page * PAGE_ROWS < item.rank; ++page) {
+            const PageRows next = load_page(launch, item, pages, page + 1, lane.column, lane.inside);
+            multiply_page<Type>(sum, rows, values[page * PAGE_ROWS], values[page * PAGE_ROWS + 4]);
+            rows = next;
+        }
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            if (target[group][row]) {
+                *reinterpret_cast<uint4*>(target[group][row]) = added<Type>(before[group][row], sum, row);
+            }
+        }
+    }
+}
+
+template <typename Type>
+__device__ void expand(const Launch& launch) {
+    __shared__ Shrunk shrunk;
+    const int items = num_tiles(launch) * launch.column_blocks;
+    ExpandItem item = expand_item_at(launch, blockIdx.x, items);
+    KeptPages kept = load_kept(launch, item);
+    wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const ExpandItem next = expand_item_at(launch, index + gridDim.x, items);
+        const KeptPages ahead = load_kept(launch, next);
+        for (int first = 0; item.rank > 0 && first < item.tile.count; first += SUBTILE) {
+            expand_rows<Type>(launch, item, kept, first, shrunk);
+        }
+        item = next;
+        kept = ahead;
+    }
+}
+
+// A thread takes two columns, in float32 throughout.
+__device__ void expand_in_float32(const Launch& launch) {
+    __shared__ Shrunk shrunk;
+    wait_for_previous_kernel();
+    const int items = num_tiles(launch) * launch.column_blocks;
+    for (int index = blockIdx.x; index < items; index += gridDim.x) {
+        const ExpandItem item = expand_item_at(launch, index, items);
+        if (item.rank == 0) continue;
+        const int* pages = pages_of(launch, item.tile.slot);
+        const int column = item.column + 2 * threadIdx.x;
+        const float* b = static_cast<const float*>(launch.b) + launch.b_column[item.slice] + column;
+        for (int first = 0; first < item.tile.count; first += SUBTILE) {
+            const int count = min(SUBTILE, item.tile.count - first);
+            sum_splits(launch, item, first, count, shrunk);
+            if (column >= launch.width[item.slice]) continue;
+            for (int place = 0; place < count; ++place) {
+                float2 sum = {0.0f, 0.0f};
+                for (int rank = 0; rank < item.rank; ++rank) {
+                    const float2 weights = *reinterpret_cast<const float2*>(
+                        b + pages[rank / PAGE_ROWS] * launch.page_stride
+                        + static_cast<long long>(rank % PAGE_ROWS) * launch.b_pitch);
+                    sum.x = fmaf(shrunk[place][rank], weights.x, sum.x);
+                    sum.y = fmaf(shrunk[place][rank], weights.y, sum.y);
+                }
+                float* y = static_cast<float*>(launch.y) + item.tile.rows[first + place] * launch.y_pitch
+                    + launch.y_column[item.slice] + column;
+                y[0] += sum.x;
+                y[1] += sum.y;
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Entry points. The number in a name is the most rows of a tile. BLOCKS of a multiprocessor leave each thread the
+// registers for all loads of a turn to be in flight at once: 128 with four, 168 with three. Left to itself the
+// compiler takes fewer registers and waits for each load.
+
+#define SHRINK(NAME, TYPE, TILE, RUNS, BLOCKS)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Launch launch) {   \
+        for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split) {                                \
+            shrink_item<TYPE, TILE, RUNS>(launch, tile, slice, split);                                            \
+        });                                                                                                       \
+    }
+
+#define EXPAND(NAME, BODY)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) NAME(const __grid_constant__ Launch launch) {        \
+        BODY(launch);                                                                                             \
+    }
+
+SHRINK(shrink_bfloat16_16, BFloat16, 16, 4, 4)
+SHRINK(shrink_bfloat16_64, BFloat16, 64, 2, 3)
+SHRINK(shrink_float16_16, Float16, 16, 4, 4)
+SHRINK(shrink_float16_64, Float16, 64, 2, 3)
+EXPAND(expand_bfloat16, expand<BFloat16>)
+EXPAND(expand_float16, expand<Float16>)
+EXPAND(expand_float32, expand_in_float32)
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) shrink_float32(const __grid_constant__ Launch launch) {
+    for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split) {
+        shrink_item_float32(launch, tile, slice, split);
+    });
+}

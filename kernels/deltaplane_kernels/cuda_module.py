@@ -1,0 +1,92 @@
+"""Machine code on a GPU: loading it, and launching its kernels on torch's current stream."""
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+
+class KernelError(RuntimeError):
+    """A CUDA call failed; the message names the kernel, its operands and its launch."""
+
+
+class CudaModule:
+    """A loaded cubin. It lives as long as the process, as compiled kernels do."""
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        """Errors: KernelError where the driver refuses the cubin."""
+        self.device = device
+        self._properties = torch.cuda.get_device_properties(device)
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes torch's context the thread's own
+            status, self._module = driver.cuModuleLoadData(cubin)
+        _check(status, f"loading {len(cubin)} bytes of machine code on {device}")
+
+    def kernel(self, name: str, block: int) -> "CudaKernel":
+        """An extern "C" kernel of the module, launched with `block` threads a block."""
+        status, function = driver.cuModuleGetFunction(self._module, name.encode())
+        _check(status, f"finding kernel {name}")
+        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, 0)
+        _check(status, f"occupancy of kernel {name} at {block} threads a block")
+        return CudaKernel(
+            name,
+            function,
+            block,
+            resident_blocks=blocks * self._properties.multi_processor_count,
+            # Compute capability 9 has programmatic dependent launch.
+            overlaps=self._properties.major >= 9,
+        )
+
+
+class CudaKernel:
+    """A kernel that takes one structure by value.
+
+    resident_blocks: blocks that the GPU holds at once.
+    overlaps: a launch may start before the kernel ahead of it in the stream has ended. The kernel itself
+        waits for that one (griddepcontrol.wait) before it touches what that one reads or writes.
+    """
+
+    def __init__(self, name: str, function: Any, block: int, resident_blocks: int, overlaps: bool) -> None:
+        self.name = name
+        self.resident_blocks = resident_blocks
+        self._function = function
+        self._block = block
+        self._attributes = [_programmatic_launch()] if overlaps else []
+        self._configs: dict[int, driver.CUlaunchConfig] = {}
+
+    def launch(self, grid: int, stream: int, parameters: ctypes.Structure, operands: str) -> None:
+        """Starts `grid` blocks on a CUDA stream; `parameters` is copied before this returns.
+
+        operands: what an error says of the data.
+        Errors: KernelError, also for a fault of an earlier kernel that the driver reports now.
+        """
+        config = self._configs.get(grid) or self._configs.setdefault(grid, self._config(grid))
+        config.hStream = driver.CUstream(stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            _check(status, f"kernel {self.name} over {operands}, {grid} blocks of {self._block} threads")
+
+    def _config(self, grid: int) -> driver.CUlaunchConfig:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._block, 1, 1
+        config.sharedMemBytes = 0
+        config.attrs = self._attributes
+        config.numAttrs = len(self._attributes)
+        return config
+
+
+def _programmatic_launch() -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _check(status: driver.CUresult, action: str) -> None:
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        reason = text.decode() if text else "unknown error"
+        raise KernelError(f"{action}: {status.name}: {reason}")

@@ -1,0 +1,303 @@
+"""The LoRA op on a GPU: csrc/lora.cu, its launches and the tables that it reads.
+
+Two kernels for a packed linear: shrink writes x A^T of each split of the input columns, in float32; expand
+sums the splits and adds the product with B to y. Nothing must be zeroed first, nothing is added atomically.
+
+The two numbers, for Llama-3-8B (32 layers, all seven linears, rank 16, two-byte types):
+
+    bytes        84 MB for each distinct adapter of a step (A and B once), and 5.5 MB for each row (y read and
+                 written): 5.7 GB, or 1.3 ms at 4.26 TB/s, at 64 rows of 64 adapters; 45 GB, most of it y, at
+                 8192 rows of one
+    operations   84 MFLOP of shrink and expand for each row, with expand's part done twice (see lora.cu):
+                 nothing for decodes, 1 TFLOP at 8192 rows, under 1 % of the base model's 114
+
+So decodes are bound by bytes where adapters differ, and by the launches (256 a step) where they do not: hence
+one graph for any mix, weights read once for all rows of a tile, and an expand that starts, and loads B, while
+the shrink before it runs (programmatic dependent launch). Punica (Chen et al., 2023) and its successors split
+shrink over the input columns too.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
+from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE, table_size, tile_rows, write_table
+from deltaplane_kernels.nvrtc import architecture, compile_cubin
+from deltaplane_kernels.rank_pages import ALIGNMENT, PackedLinearPlacement, RankPageLayout, rank_pages
+
+SOURCE = Path(__file__).parent / "csrc" / "lora.cu"
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+# As in lora.cu.
+THREADS = 128
+COLUMN_BLOCK = 256
+MAX_RANK = 256
+MAX_SLICES = 4
+
+SPLIT_COLUMNS = 1024
+"""Fewest input columns of a split: 8 loads in flight for each thread."""
+
+SPLIT_ALIGNMENT = 128
+"""A split is a multiple of the columns that a block reads at a time."""
+
+STAGED_STEPS = 4
+"""Steps whose tables may be on their way to the device at once."""
+
+
+class Launch(ctypes.Structure):
+    """What a launch is given, by value: struct Launch of lora.cu, which explains the fields."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
+        ("slot_pages", ctypes.c_void_p),
+        ("slot_ranks", ctypes.c_void_p),
+        ("page_stride", ctypes.c_longlong),
+        ("x_pitch", ctypes.c_longlong),
+        ("y_pitch", ctypes.c_longlong),
+        ("a_pitch", ctypes.c_int),
+        ("b_pitch", ctypes.c_int),
+        ("slot_pages_pitch", ctypes.c_int),
+        ("slot_ranks_pitch", ctypes.c_int),
+        ("first_rank", ctypes.c_int),
+        ("num_rows", ctypes.c_int),
+        ("in_features", ctypes.c_int),
+        ("num_slices", ctypes.c_int),
+        ("splits", ctypes.c_int),
+        ("split_width", ctypes.c_int),
+        ("column_blocks", ctypes.c_int),
+        ("y_column", ctypes.c_int * MAX_SLICES),
+        ("b_column", ctypes.c_int * MAX_SLICES),
+        ("width", ctypes.c_int * MAX_SLICES),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How shrink divides the input columns: `count` parts of `width`, the last one may be shorter."""
+
+    count: int
+    width: int
+
+
+def plan_splits(num_rows: int, in_features: int, num_slices: int, num_multiprocessors: int) -> Splits:
+    """As many splits as give each multiprocessor two blocks even if all rows are of one adapter."""
+    tiles = -(-num_rows // tile_rows(num_rows))
+    wanted = -(-2 * num_multiprocessors // (tiles * num_slices))
+    count = min(wanted, -(-in_features // SPLIT_COLUMNS))
+    width = -(-in_features // (count * SPLIT_ALIGNMENT)) * SPLIT_ALIGNMENT
+    return Splits(-(-in_features // width), width)
+
+
+def column_blocks(place: PackedLinearPlacement) -> int:
+    """Blocks of columns over all slices; none reaches over two."""
+    return sum(-(-part.out_features // COLUMN_BLOCK) for part in place.linear.slices)
+
+
+def partial_elements(layout: RankPageLayout, max_tokens: int, num_multiprocessors: int) -> int:
+    """float32 elements that any shrink over at most max_tokens rows writes, over all its splits."""
+    shapes = {(place.linear.in_features, len(place.linear.slices)) for place in layout.placements.values()}
+    return max(
+        plan_splits(rows, width, slices, num_multiprocessors).count * rows * slices * MAX_RANK
+        for rows in range(1, max_tokens + 1)
+        for width, slices in shapes
+    )
+
+
+def check_layout(layout: RankPageLayout) -> None:
+    """Errors: ValueError where a linear has too many slices, or a width that 16-byte loads do not divide."""
+    for place in layout.placements.values():
+        linear = place.linear
+        if len(linear.slices) > MAX_SLICES:
+            raise ValueError(f"{linear.name} has {len(linear.slices)} slices; at most {MAX_SLICES} on a GPU")
+        for width in (linear.in_features, *(part.out_features for part in linear.slices)):
+            if width % ALIGNMENT:
+                raise ValueError(
+                    f"{linear.name} has a width of {width}; adapters on a GPU need multiples of {ALIGNMENT}"
+                )
+
+
+class CudaLora:
+    """The kernels of one pool, the slot tables they read, the step's table and the workspace.
+
+    All device memory is taken here. Slots are loaded from any thread; steps and deltas are for one thread.
+
+    max_tokens: most rows of a step.
+    """
+
+    def __init__(self, layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int) -> None:
+        """pages: [num_pages, page_elements], bfloat16, float16 or float32.
+
+        Errors: ValueError of check_layout and for other dtypes; CompileError, KernelError.
+        """
+        check_layout(layout)
+        if pages.dtype not in DTYPES:
+            raise ValueError(f"adapters on a GPU are {', '.join(DTYPES.values())}, not {pages.dtype}")
+        self._layout = layout
+        self._pages = pages
+        self._device = pages.device
+        self._max_tokens = max_tokens
+        self._load_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._load_lock = threading.Lock()
+        properties = torch.cuda.get_device_properties(self._device)
+        self._num_multiprocessors = properties.multi_processor_count
+        with torch.inference_mode(False):
+            self._slot_pages = self._int32(num_slots, rank_pages(MAX_RANK))
+            self._slot_ranks = self._int32(num_slots, layout.num_layers * layout.slices_per_layer)
+            self._table = self._int32(table_size(max_tokens))
+            self._partial = torch.empty(
+                partial_elements(layout, max_tokens, self._num_multiprocessors),
+                dtype=torch.float32,
+                device=self._device,
+            )
+        torch.cuda.current_stream(self._device).synchronize()  # loads are on another stream
+        self._staging = [_Staging(table_size(max_tokens)) for _ in range(STAGED_STEPS)]
+        self._step = 0
+        self._launches = {
+            (layer, name): self._static_launch(layer, place)
+            for layer in range(layout.num_layers)
+            for name, place in layout.placements.items()
+        }
+        module = CudaModule(
+            compile_cubin(SOURCE, architecture(properties.major, properties.minor)), self._device
+        )
+        self._shrink, self._expand = _kernels(module, DTYPES[pages.dtype])
+
+    def load(
+        self, slot: int, pages: Sequence[int], host_pages: Tensor, ranks: Sequence[Sequence[int]]
+    ) -> None:
+        """Copies an adapter and its row of the slot tables on a stream of their own; returns when done.
+
+        Pinned host_pages are copied at the speed of the bus.
+        """
+        if len(pages) > rank_pages(MAX_RANK):
+            raise ValueError(f"an adapter of {len(pages)} rank pages; at most rank {MAX_RANK} runs on a GPU")
+        flat_ranks = torch.tensor([rank for row in ranks for rank in row], dtype=torch.int32)
+        with self._load_lock, torch.cuda.stream(self._load_stream):
+            for page, host_page in zip(pages, host_pages, strict=True):
+                self._pages[page].copy_(host_page, non_blocking=True)
+            self._slot_pages[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._slot_ranks[slot] = flat_ranks
+            self._load_stream.synchronize()
+
+    def stage(self, runs_by_slot: Mapping[int, Sequence[tuple[int, int]]], num_tokens: int) -> None:
+        """Sends the table of a step to the device, behind what is on the current stream.
+
+        Errors: ValueError for more rows than max_tokens.
+        """
+        self.check_rows(num_tokens)
+        staging = self._staging[self._step % STAGED_STEPS]
+        self._step += 1
+        staging.sent.synchronize()
+        used = write_table(staging.table, runs_by_slot, num_tokens)
+        self._table[:used].copy_(staging.pinned[:used], non_blocking=True)
+        staging.sent.record(torch.cuda.current_stream(self._device))
+
+    def check_rows(self, num_rows: int) -> None:
+        """Errors: ValueError for more rows than max_tokens."""
+        if num_rows > self._max_tokens:
+            raise ValueError(
+                f"a step of {num_rows} tokens; this pool was made with max_tokens={self._max_tokens}"
+            )
+
+    def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
+        """Adds the deltas of the rows that the step's table names; x [T, in], y [T, out].
+
+        The two launches depend on T alone, so that they may be captured in a graph: a replay computes the
+        step that was staged last.
+        Errors: ValueError for tensors of another shape, dtype, device or alignment; KernelError.
+        """
+        place = self._layout.placements[linear]
+        num_rows = len(x)
+        self._check_operand("x", x, place.linear.in_features)
+        self._check_operand("y", y, place.linear.out_features)
+        splits = plan_splits(
+            num_rows, place.linear.in_features, len(place.linear.slices), self._num_multiprocessors
+        )
+        launch = self._launches[layer, linear]
+        launch.x, launch.x_pitch = x.data_ptr(), x.stride(0)
+        launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
+        launch.num_rows, launch.splits, launch.split_width = num_rows, splits.count, splits.width
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        operands = f"{linear} of layer {layer}, x {tuple(x.shape)}, y {tuple(y.shape)} of {x.dtype}"
+        shrink = self._shrink[tile_rows(num_rows)]
+        items = num_rows * launch.num_slices * splits.count
+        shrink.launch(min(items, shrink.resident_blocks), stream, launch, operands)
+        items = num_rows * launch.column_blocks
+        self._expand.launch(min(items, self._expand.resident_blocks), stream, launch, operands)
+
+    def _check_operand(self, name: str, tensor: Tensor, width: int) -> None:
+        if tensor.ndim != 2 or tensor.shape[1] != width:
+            raise ValueError(f"{name} is {tuple(tensor.shape)} where [rows, {width}] is needed")
+        if tensor.dtype != self._pages.dtype or tensor.device != self._device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} where the adapters are {self._pages.dtype} "
+                f"on {self._device}"
+            )
+        if tensor.data_ptr() % 16 or tensor.stride(1) != 1 or tensor.stride(0) % ALIGNMENT:
+            raise ValueError(
+                f"{name} must start at a multiple of 16 bytes and have rows of neighbouring elements that "
+                f"start at multiples of {ALIGNMENT}; its strides are {tensor.stride()}"
+            )
+
+    def _int32(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
+
+    def _static_launch(self, layer: int, place: PackedLinearPlacement) -> Launch:
+        """A launch of this layer and linear, without operands."""
+        element = self._pages.element_size()
+        start = self._pages.data_ptr() + layer * self._layout.layer_elements * element
+        slices = place.linear.slices
+        launch = Launch(
+            a=start + place.a_offset * element,
+            b=start + place.b_offset * element,
+            partial=self._partial.data_ptr(),
+            step=self._table.data_ptr(),
+            slot_pages=self._slot_pages.data_ptr(),
+            slot_ranks=self._slot_ranks.data_ptr(),
+            page_stride=self._layout.page_elements,
+            a_pitch=place.a_pitch,
+            b_pitch=place.b_pitch,
+            slot_pages_pitch=self._slot_pages.stride(0),
+            slot_ranks_pitch=self._slot_ranks.stride(0),
+            first_rank=layer * self._layout.slices_per_layer + place.first_slice,
+            in_features=place.linear.in_features,
+            num_slices=len(slices),
+            column_blocks=column_blocks(place),
+        )
+        column = 0
+        for index, part in enumerate(slices):
+            launch.y_column[index] = column
+            launch.b_column[index] = place.b_columns[index]
+            launch.width[index] = part.out_features
+            column += part.out_features
+        return launch
+
+
+class _Staging:
+    """Pinned memory for one step's table, and when the copy out of it is done."""
+
+    def __init__(self, size: int) -> None:
+        with torch.inference_mode(False):
+            self.pinned = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+        self.table = self.pinned.numpy()
+        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _kernels(module: CudaModule, dtype: str) -> tuple[dict[int, CudaKernel], CudaKernel]:
+    """The shrink of each size of tile, and the expand."""
+    names = {rows: f"shrink_{dtype}_{rows}" for rows in (SHORT_TILE, LONG_TILE)}
+    if dtype == "float32":
+        names = dict.fromkeys(names, "shrink_float32")
+    shrink = {rows: module.kernel(name, THREADS) for rows, name in names.items()}
+    return shrink, module.kernel(f"expand_{dtype}", THREADS)

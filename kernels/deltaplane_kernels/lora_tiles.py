@@ -1,0 +1,65 @@
+"""The rows of a step as the CUDA kernels read them: tiles of rows that share a slot.
+
+A table of 32-bit integers:
+
+    [0]        number of tiles n
+    [1]        4 + 4 n, where the row list starts
+    [2], [3]   0
+    [4 + 4 i]  tile i: its slot, the place in the row list of its first row, its number of rows, 0
+    [4 + 4 n]  the row list: numbers of the rows that have an adapter, those of a slot together
+
+Tiles of 16 bytes are read at once. Rows of the base model are in no tile.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER = 4
+TILE_FIELDS = 4
+
+SHORT_TILE, LONG_TILE = 16, 64
+"""Most rows of a tile, where one block computes on all of them: in steps of decodes, and in others."""
+
+SHORT_STEP = 256
+"""Rows up to which a step has short tiles: they spread few rows over all of the GPU."""
+
+
+def tile_rows(num_tokens: int) -> int:
+    """The most rows of a tile in a step of num_tokens rows."""
+    return SHORT_TILE if num_tokens <= SHORT_STEP else LONG_TILE
+
+
+def table_size(max_tokens: int) -> int:
+    """Integers that the table of a step of at most max_tokens rows takes; at worst each row has a tile."""
+    return HEADER + (TILE_FIELDS + 1) * max_tokens
+
+
+def write_table(
+    table: NDArray[np.int32], runs_by_slot: Mapping[int, Sequence[tuple[int, int]]], num_tokens: int
+) -> int:
+    """Writes a step's table and answers how many integers it has.
+
+    table: at least table_size(num_tokens) of them.
+    runs_by_slot: the rows [start, stop) of each slot that is in the step; no row is in two runs.
+    num_tokens: rows of the step, with those of the base.
+    """
+    most = tile_rows(num_tokens)
+    counts = {slot: sum(stop - start for start, stop in runs) for slot, runs in runs_by_slot.items()}
+    num_tiles = sum(-(-count // most) for count in counts.values())
+    rows_at = HEADER + TILE_FIELDS * num_tiles
+    table[:HEADER] = (num_tiles, rows_at, 0, 0)
+    tiles: list[tuple[int, int, int, int]] = []
+    place = 0
+    for slot, runs in runs_by_slot.items():
+        tiles += [
+            (slot, place + first, min(most, counts[slot] - first), 0)
+            for first in range(0, counts[slot], most)
+        ]
+        for start, stop in runs:
+            table[rows_at + place : rows_at + place + stop - start] = np.arange(start, stop, dtype=np.int32)
+            place += stop - start
+    if tiles:
+        table[HEADER:rows_at].reshape(num_tiles, TILE_FIELDS)[:] = tiles
+    return rows_at + place

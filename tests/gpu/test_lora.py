@@ -1,0 +1,309 @@
+"""The CUDA path of the LoRA op against the plainest loop in float64, outside and inside CUDA graphs.
+
+Tolerances: float32 2e-5, as on a CPU, where TF32 would be off by 1e-3; float16 2e-3 and bfloat16 2e-2, which
+the rounding of y alone may cost.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
+from deltaplane_kernels.lora import RankPagePool
+from lora_cases import BASE, MIXES, Adapter, add_delta_by_loop, make_adapter, make_layout, make_mix
+
+BATCH_SIZES = (1, 2, 3, 7, 16, 33, 64, 133, 256)
+RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCES)
+MAX_TOKENS = 4096
+SMALL = make_layout()
+WIDE = make_layout(num_layers=1, hidden=2056, kv=520, intermediate=4104)
+"""Several splits of the input and blocks of columns, neither in whole numbers."""
+
+
+def make_adapters(layout: AdapterLayout, dtype: torch.dtype) -> list[Adapter]:
+    return [
+        make_adapter(layout, 8, seed=1, dtype=dtype),
+        make_adapter(layout, 16, seed=2, modules=["q_proj", "v_proj"], dtype=dtype),
+        make_adapter(layout, [1, 4, 12, 3], seed=3, dtype=dtype),
+        make_adapter(layout, 17, seed=4, layers=[layout.num_layers - 1], dtype=dtype),
+        make_adapter(layout, 2, seed=5, modules=["down_proj"], dtype=dtype),
+        make_adapter(layout, 40, seed=6, modules=["k_proj", "up_proj"], dtype=dtype),
+    ]
+
+
+def filled_pool(layout: AdapterLayout, adapters: Sequence[Adapter], dtype: torch.dtype) -> RankPagePool:
+    """A pool with adapter i in slot i, in pages that run backwards and are never neighbours."""
+    hosts = [adapter.host_pages(dtype) for adapter in adapters]
+    free = list(range(2 * sum(len(host) for host in hosts)))
+    pool = RankPagePool(layout, len(free), len(adapters), dtype, "cuda", max_tokens=MAX_TOKENS)
+    pool.pages.fill_(torch.nan)
+    torch.cuda.synchronize()
+    for slot, (adapter, host) in enumerate(zip(adapters, hosts, strict=True)):
+        pages = [free.pop() for _ in range(2 * len(host))][::2]
+        pool.load(slot, pages, host.pin_memory(), adapter.ranks)
+    pool.check_integrity()
+    return pool
+
+
+def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, width, generator=generator).to(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check_output(
+    adapters: Sequence[Adapter],
+    segments: Sequence[tuple[int, int]],
+    layer: int,
+    linear: PackedLinear,
+    x: Tensor,
+    before: Tensor,
+    y: Tensor,
+) -> None:
+    """All on the CPU. What no adapter touches must keep every bit."""
+    tolerance = TOLERANCES[y.dtype]
+    expected = add_delta_by_loop(adapters, segments, layer, linear, x, before)
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+    owners = [slot for slot, count in segments for _ in range(count)]
+    column = 0
+    for index, part in enumerate(linear.slices):
+        columns = slice(column, column + part.out_features)
+        column += part.out_features
+        untouched = [
+            row
+            for row, slot in enumerate(owners)
+            if slot == BASE or (layer, linear.name, index) not in adapters[slot].matrices
+        ]
+        assert same_bits(y[untouched, columns], before[untouched, columns])
+
+
+def check_step(pool: RankPagePool, adapters: Sequence[Adapter], segments: Sequence[tuple[int, int]]) -> None:
+    step = pool.step(segments)
+    layout = adapters[0].layout
+    if all(slot == BASE for slot, _ in segments):
+        assert step is None
+        return
+    assert step is not None
+    for layer in range(layout.num_layers):
+        for linear in layout.linears:
+            x = random_rows(step.num_tokens, linear.in_features, pool.pages.dtype, seed=layer)
+            y = random_rows(step.num_tokens, linear.out_features, pool.pages.dtype, seed=layer + 100)
+            y[:, ::3] = -0.0  # adding a zero would turn it into 0.0
+            result = y.cuda()
+            step.add_delta(layer, linear.name, x.cuda(), result)
+            check_output(adapters, segments, layer, linear, x, y, result.cpu())
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def small(request: pytest.FixtureRequest) -> tuple[RankPagePool, list[Adapter]]:
+    adapters = make_adapters(SMALL, request.param)
+    return filled_pool(SMALL, adapters, request.param), adapters
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def wide(request: pytest.FixtureRequest) -> tuple[RankPagePool, list[Adapter]]:
+    adapters = make_adapters(WIDE, request.param)
+    return filled_pool(WIDE, adapters, request.param), adapters
+
+
+@pytest.mark.parametrize("batch", BATCH_SIZES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixes_equal_the_loop(small: tuple[RankPagePool, list[Adapter]], mix: str, batch: int) -> None:
+    pool, adapters = small
+    check_step(pool, adapters, make_mix(mix, batch, len(adapters), seed=batch))
+
+
+@pytest.mark.parametrize("mix", ["uniform", "skewed", "identical"])
+def test_wide_linears_equal_the_loop(wide: tuple[RankPagePool, list[Adapter]], mix: str) -> None:
+    pool, adapters = wide
+    check_step(pool, adapters, make_mix(mix, 33, len(adapters), seed=4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ranks_mixed_in_one_batch_equal_the_loop(dtype: torch.dtype) -> None:
+    adapters = [make_adapter(WIDE, rank, seed=rank, dtype=dtype) for rank in RANKS]
+    check_step(
+        filled_pool(WIDE, adapters, dtype), adapters, make_mix("distinct", 2 * len(RANKS) + 1, len(adapters))
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [17, 65, 300])
+def test_prefills_beside_decodes_equal_the_loop(
+    small: tuple[RankPagePool, list[Adapter]], num_tokens: int
+) -> None:
+    pool, adapters = small
+    decodes = [(0, 1), (2, 1), (BASE, 1), (0, 1), (3, 1)]
+    check_step(pool, adapters, [*decodes, (2, num_tokens), (BASE, 3), (0, num_tokens), (2, 1)])
+
+
+def test_prefill_of_2000_tokens_beside_decodes_equals_the_loop(
+    small: tuple[RankPagePool, list[Adapter]],
+) -> None:
+    pool, adapters = small
+    check_step(pool, adapters, [(1, 1), (BASE, 1), (0, 1), (2, 2000), (0, 1), (5, 1)])
+
+
+def test_wide_prefill_equals_the_loop(wide: tuple[RankPagePool, list[Adapter]]) -> None:
+    pool, adapters = wide
+    check_step(pool, adapters, [(5, 1), (0, 200), (BASE, 1), (3, 130)])
+
+
+def test_shrunk_rows_are_kept_in_float32() -> None:
+    """1 + 2^-10, which bfloat16 rounds to 1, reaches B unrounded: 1024 (1 + 2^-10) - 1024 is 1 and not 0."""
+    adapter = make_adapter(make_layout(num_layers=1), 2, modules=["o_proj"])
+    a, b = adapter.matrices[0, "o_proj", 0]
+    a.zero_()
+    a[:, 0] = 1.0
+    a[0, 1] = 1.0
+    b[0], b[1] = 1024.0, -1024.0
+    step = filled_pool(adapter.layout, [adapter], torch.bfloat16).step([(0, 1)])
+    assert step is not None
+    x = torch.zeros(1, 64, dtype=torch.bfloat16, device="cuda")
+    y = torch.zeros_like(x)
+    x[0, 0], x[0, 1] = 1.0, 2.0**-10
+    step.add_delta(0, "o_proj", x, y)
+    assert torch.equal(y, torch.ones_like(y))
+
+
+def test_the_same_step_gives_the_same_bits(wide: tuple[RankPagePool, list[Adapter]]) -> None:
+    pool, adapters = wide
+    for segments in (make_mix("uniform", 64, len(adapters), seed=9), [(0, 300), (2, 1), (5, 77)]):
+        results = []
+        for _ in range(5):
+            step = pool.step(segments)
+            assert step is not None
+            x = random_rows(step.num_tokens, WIDE.linears[0].in_features, pool.pages.dtype, seed=1).cuda()
+            y = random_rows(step.num_tokens, WIDE.linears[0].out_features, pool.pages.dtype, seed=2).cuda()
+            step.add_delta(0, "qkv_proj", x, y)
+            results.append(y)
+        assert all(same_bits(results[0], other) for other in results[1:])
+
+
+def test_an_adapter_that_overflows_reaches_no_other_row() -> None:
+    """Finite but huge weights make inf and NaN; they stay in the rows of their own tenant."""
+    good, huge = make_adapter(SMALL, 8, seed=1), make_adapter(SMALL, 8, seed=2)
+    for a, b in huge.matrices.values():
+        a.fill_(3e38)
+        b[::2], b[1::2] = 3e38, -3e38
+    pool = filled_pool(SMALL, [good, huge], torch.bfloat16)
+    owners = torch.tensor([0, *[1] * 40, BASE, 1, 0, 0])
+    outputs = []
+    for segments in ([(0, 1), (1, 40), (BASE, 1), (1, 1), (0, 2)], [(0, 1), (BASE, 42), (0, 2)]):
+        step = pool.step(segments)
+        assert step is not None
+        x = random_rows(45, 64, torch.bfloat16, seed=1).abs().cuda()
+        y = random_rows(45, 64, torch.bfloat16, seed=2).cuda()
+        step.add_delta(0, "o_proj", x, y)
+        outputs.append(y.cpu())
+    assert not outputs[0][owners == 1].isfinite().any()
+    assert same_bits(outputs[0][owners != 1], outputs[1][owners != 1])
+
+
+@pytest.mark.parametrize("num_rows", [64, 300])
+def test_a_graph_serves_other_mixes_than_at_capture(
+    small: tuple[RankPagePool, list[Adapter]], num_rows: int
+) -> None:
+    pool, adapters = small
+    x = {linear.name: torch.zeros(num_rows, linear.in_features) for linear in SMALL.linears}
+    x = {name: tensor.to("cuda", pool.pages.dtype) for name, tensor in x.items()}
+    y = {linear.name: torch.zeros(num_rows, linear.out_features) for linear in SMALL.linears}
+    y = {name: tensor.to("cuda", pool.pages.dtype) for name, tensor in y.items()}
+    assert pool.step([(0, num_rows)]) is not None
+    step = pool.graph_step(num_rows)
+    step.add_delta(1, "qkv_proj", x["qkv_proj"], y["qkv_proj"])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for linear in SMALL.linears:
+            step.add_delta(1, linear.name, x[linear.name], y[linear.name])
+    for seed, (mix, batch) in enumerate(
+        [("distinct", num_rows), ("zipf", num_rows), ("identical", num_rows), ("uniform", num_rows - 5)]
+    ):
+        segments = make_mix(mix, batch, len(adapters), seed=seed)
+        inputs, before = {}, {}
+        for linear in SMALL.linears:
+            name = linear.name
+            inputs[name] = random_rows(num_rows, linear.in_features, pool.pages.dtype, seed)
+            before[name] = random_rows(num_rows, linear.out_features, pool.pages.dtype, seed + 50)
+            x[name].copy_(inputs[name])
+            y[name].copy_(before[name])
+        assert pool.step(segments) is not None
+        graph.replay()
+        padded = [*segments, *[(BASE, 1)] * (num_rows - batch)]
+        for linear in SMALL.linears:
+            name = linear.name
+            check_output(adapters, padded, 1, linear, inputs[name], before[name], y[name].cpu())
+
+
+def test_steps_in_a_row_each_see_their_own_mix(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    """More steps under way than tables that are staged at once."""
+    pool, adapters = small
+    linear = SMALL.linears[3]
+    x = random_rows(16, linear.in_features, pool.pages.dtype, seed=1)
+    y = random_rows(16, linear.out_features, pool.pages.dtype, seed=2)
+    mixes = [make_mix("uniform", 16, len(adapters), seed=seed) for seed in range(20)]
+    device_x, results = x.cuda(), []
+    for segments in mixes:
+        step = pool.step(segments)
+        assert step is not None
+        results.append(y.cuda())
+        step.add_delta(1, linear.name, device_x, results[-1])
+    for segments, result in zip(mixes, results, strict=True):
+        check_output(adapters, segments, 1, linear, x, y, result.cpu())
+
+
+def test_a_slot_can_be_loaded_again() -> None:
+    one, other = (
+        make_adapter(SMALL, 24, seed=1),
+        make_adapter(SMALL, 9, seed=2, modules=["q_proj", "down_proj"]),
+    )
+    pool = filled_pool(SMALL, [one], torch.float32)
+    check_step(pool, [one], [(0, 3)])
+    pool.clear(0)
+    with pytest.raises(ValueError, match="slot 0 holds no adapter"):
+        pool.step([(0, 1)])
+    host = other.host_pages(torch.float32)
+    pool.load(0, [5, 0], host, other.ranks)
+    check_step(pool, [other], [(BASE, 1), (0, 3)])
+
+
+def test_y_may_be_a_view_of_a_larger_buffer(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    pool, adapters = small
+    segments = [(0, 1), (BASE, 1), (0, 1)]
+    step = pool.step(segments)
+    assert step is not None
+    linear = SMALL.linears[1]
+    x = random_rows(3, linear.in_features, pool.pages.dtype, seed=1)
+    y = random_rows(3, linear.out_features, pool.pages.dtype, seed=2)
+    buffer = torch.zeros(8, 104, dtype=y.dtype, device="cuda")
+    view = buffer[:3, 16:80]
+    view.copy_(y)
+    step.add_delta(0, "o_proj", x.cuda(), view)
+    check_output(adapters, segments, 0, linear, x, y, view.cpu())
+    view.zero_()
+    assert not buffer.any()
+
+
+def test_what_the_kernels_cannot_take_is_refused(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    pool, _ = small
+    step = pool.step([(0, 2)])
+    assert step is not None
+    x = torch.zeros(2, 64, dtype=pool.pages.dtype, device="cuda")
+    with pytest.raises(ValueError, match=r"y is \(2, 32\) where \[rows, 64\] is needed"):
+        step.add_delta(0, "o_proj", x, x[:, :32])
+    with pytest.raises(ValueError, match=r"x is torch\.float64 on cuda:0 where the adapters are"):
+        step.add_delta(0, "o_proj", x.double(), x)
+    with pytest.raises(ValueError, match="must start at a multiple of 16 bytes"):
+        step.add_delta(0, "o_proj", torch.zeros(2, 65, dtype=x.dtype, device="cuda")[:, 1:], x)
+    with pytest.raises(ValueError, match=f"a step of {MAX_TOKENS + 1} tokens; this pool was made with"):
+        pool.step([(0, MAX_TOKENS + 1)])
+    odd = AdapterLayout(1, (PackedLinear("o_proj", 60, (LinearSlice("o", 64),)),))
+    with pytest.raises(ValueError, match="o_proj has a width of 60; adapters on a GPU need multiples of 8"):
+        RankPagePool(odd, 2, 1, torch.bfloat16, "cuda")
