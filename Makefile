@@ -5,6 +5,8 @@ VENV ?= .venv
 SKIP_LANGUAGES ?=
 # More words for pytest, such as PYTEST_ARGS="tests/unit -k lora".
 PYTEST_ARGS ?=
+# More words for the GPU benchmark, such as BENCH_ARGS="--rows 64,0 64,64".
+BENCH_ARGS ?=
 
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11,\
 	$(shell $(python) -c 'import sys; print(sys.executable if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
@@ -12,6 +14,9 @@ LANGUAGES := $(filter-out $(SKIP_LANGUAGES),typescript go)
 SOURCES := clients/python/deltaplane controlplane/deltaplane_controlplane kernels/deltaplane_kernels \
 	server/deltaplane_server tests bench examples deploy
 INSTALLED := $(VENV)/.installed
+# A GPU machine brings a Python with its own torch, which the GPU targets use as it is, from this checkout.
+GPU_PYTHON ?= python3
+GPU_ENV = PYTHONPATH=$(CURDIR)/clients/python:$(CURDIR)/controlplane:$(CURDIR)/kernels:$(CURDIR)/server:$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}
 # Debian's Go libraries are a GOPATH, without modules; a link puts this tree on one too.
 GOPATH_LINK := build/gopath/src/github.com/deltaplane/deltaplane
 GO = cd $(GOPATH_LINK)/clients/go && GO111MODULE=off GOPATH=$(CURDIR)/build/gopath:/usr/share/gocode go
@@ -21,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export SKIP_LANGUAGES
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check stubs bench clean
+.PHONY: help install demo test check stubs bench gpu-test gpu-bench gpu-ready clean
 .PHONY: check-style check-types check-imports check-protos check-stubs check-typescript check-go
 .PHONY: tools-typescript tools-go examples-typescript examples-go
 
@@ -32,6 +37,8 @@ help:
 	@echo "make check     style, types, imports, protos, freshness of the stubs"
 	@echo "make stubs     write the client stubs from the protos"
 	@echo "make bench     measure the server on this machine's CPU"
+	@echo "make gpu-test  run the tests that need an NVIDIA GPU, with the Python and the torch that are there"
+	@echo "make gpu-bench measure decoding on the GPU"
 	@echo "make clean     remove all that these targets made"
 
 install: $(INSTALLED)
@@ -71,6 +78,16 @@ stubs: install $(LANGUAGES:%=tools-%)
 
 bench: install
 	python -m bench.cpu
+
+# Warnings of versions that other machines bring are shown, and no errors.
+gpu-test: gpu-ready
+	$(GPU_ENV) $(GPU_PYTHON) -m pytest tests/gpu -W default $(PYTEST_ARGS)
+
+gpu-bench: gpu-ready
+	$(GPU_ENV) $(GPU_PYTHON) -m bench.decode $(BENCH_ARGS)
+
+gpu-ready:
+	@$(GPU_PYTHON) deploy/check_gpu.py
 
 tools-typescript: clients/typescript/node_modules/.package-lock.json
 

@@ -1,4 +1,4 @@
-"""The oracle: transformers + PEFT in float32, one sequence at a time."""
+"""The oracle: transformers + PEFT, one sequence at a time."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -22,29 +22,38 @@ class Continuation:
 class Reference:
     """Greedy continuations by the base model (adapter "") or one of its adapters."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path]) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    def __init__(
+        self,
+        model: Path,
+        adapters: Mapping[str, Path],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         self._model.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
         for name, folder in adapters.items():
             if isinstance(self._model, PeftModel):
                 self._model.load_adapter(str(folder), adapter_name=name)
             else:
                 self._model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=name)
-        self._model.eval()
+        self._model.to(device).eval()
+        self._device = device
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], adapter: str, num_tokens: int) -> Continuation:
         """Goes on past end-of-sequence tokens, as ignore_eos does."""
+        ids = torch.tensor([list(prompt)], device=self._device)
         with self._using(adapter):
             output = self._model.generate(
-                input_ids=torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=num_tokens,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-        logits = torch.cat(output.logits).float()
+        logits = torch.cat(output.logits).float().cpu()
         return Continuation(output.sequences[0, len(prompt) :].tolist(), logits.log_softmax(-1))
 
     def _using(self, adapter: str) -> Any:

@@ -10,7 +10,13 @@ from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_server.config import EngineConfig
 from deltaplane_server.execution.host_memory import available_memory
 from deltaplane_server.execution.kv_cache import KVCache, kv_page_bytes
-from deltaplane_server.execution.memory import MemoryBudget, MemoryPlan, memory_budget, plan_memory
+from deltaplane_server.execution.memory import (
+    MemoryBudget,
+    MemoryPlan,
+    MemoryShare,
+    memory_budget,
+    plan_memory,
+)
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.rope import Rope
 
@@ -74,6 +80,30 @@ def test_by_default_all_sequences_may_reach_their_full_length() -> None:
     default = plan()
     assert default.num_kv_pages == 4 * 16
     assert shares(default)["KV pages"] == 64 * PAGE_BYTES
+
+
+def test_what_else_the_device_needs_comes_before_kv_pages() -> None:
+    engine = replace(ENGINE, max_num_seqs=64, enable_prefix_caching=True)
+    others = (MemoryShare("graphs", 300 * MIB), MemoryShare("libraries", 200 * MIB))
+    without, with_others = (
+        plan_memory(engine, MODEL, GPU, weight_bytes=MIB, adapter_bytes=MIB, dtype=torch.float32, others=more)
+        for more in ((), others)
+    )
+    assert with_others.nbytes <= GPU.usable
+    assert shares(with_others)["graphs"] == 300 * MIB
+    given_up = (without.num_kv_pages - with_others.num_kv_pages) * PAGE_BYTES
+    assert given_up == pytest.approx(500 * MIB, abs=PAGE_BYTES)
+
+
+def test_whole_prompts_need_more_workspace() -> None:
+    chunked, whole = plan(), plan(replace(ENGINE, enable_chunked_prefill=False))
+    assert shares(whole)["workspace"] > 2 * shares(chunked)["workspace"]
+
+
+def test_only_a_cpu_needs_masks() -> None:
+    long = replace(MODEL, max_model_len=100_000)
+    assert shares(plan(budget=GPU, model=long))["workspace"] == shares(plan(budget=GPU))["workspace"]
+    assert shares(plan(model=long))["workspace"] > shares(plan())["workspace"]
 
 
 def test_shares_are_a_table_of_everything() -> None:

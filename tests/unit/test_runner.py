@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from deltaplane_server.execution.kv_cache import KVCache
-from deltaplane_server.execution.runner import LoraPool, ModelRunner
+from deltaplane_server.execution.runner import ModelRunner
+from deltaplane_server.execution.step_inputs import LoraPool
 from deltaplane_server.models.config import load_decoder_config
 from deltaplane_server.models.decoder import Decoder
 from deltaplane_server.models.weights import Checkpoint

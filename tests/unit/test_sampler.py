@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from deltaplane_server.execution.sampler import Sampler
+from deltaplane_server.execution.sampler import Sampler, draws_likeliest
 from deltaplane_server.execution.token_counts import TokenCounts
 from deltaplane_server.execution.truncation import Limits, likeliest
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
@@ -334,3 +334,26 @@ def test_numbers_that_are_none_disturb_nobody_else() -> None:
     )
     assert (tokens[0], tokens[2]) == (1, 1)
     assert 0 <= tokens[1] < 5
+
+
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [
+        (True, {}),
+        (True, {"top_k": 1, "top_p": 0.5, "min_p": 0.5, "seed": 3}),
+        (True, {"output": [5], "stop": StopParams(max_tokens=9, min_tokens=1)}),
+        (False, {"temperature": 0.1}),
+        (False, {"logprobs": 0}),
+        (False, {"repetition_penalty": 1.1}),
+        (False, {"presence_penalty": -0.1}),
+        (False, {"frequency_penalty": 0.1}),
+        (False, {"logit_bias": {3: 1.0}}),
+        (False, {"stop": StopParams(max_tokens=9, min_tokens=1)}),
+    ],
+)
+def test_which_sequences_take_the_likeliest_token(expected: bool, options: dict[str, Any]) -> None:
+    subject = sequence(**{"temperature": 0.0, **options})
+    assert draws_likeliest(subject) is expected
+    if expected:
+        logits = torch.randn(64, generator=torch.Generator().manual_seed(0))
+        assert draw(logits, subject) == [int(logits.argmax())]

@@ -34,6 +34,10 @@ class AdapterPool:
         """The deltas of one step's rows; None where all are the base model's (see RankPagePool.step)."""
         return self._pool.step(segments)
 
+    def graph_step(self, num_tokens: int) -> LoraStep:
+        """The deltas of a step to capture in a CUDA graph (see RankPagePool.graph_step)."""
+        return self._pool.graph_step(num_tokens)
+
     def check_integrity(self) -> None:
         """Asserts that slots and pages are in range and belong to one adapter each."""
         self._pool.check_integrity()

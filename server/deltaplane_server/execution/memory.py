@@ -1,5 +1,6 @@
 """Who gets how much of the device's memory: decided once, at start, before anything is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class MemoryShare:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """shares: weights, KV pages, adapter pages and workspace, in this order; a table for people."""
+    """shares: weights, KV pages, adapter pages and workspace, in this order, and what else the device needs;
+    a table for people."""
 
     num_kv_pages: int
     shares: tuple[MemoryShare, ...]
@@ -70,16 +72,18 @@ def plan_memory(
     weight_bytes: int,
     adapter_bytes: int,
     dtype: torch.dtype,
+    others: Sequence[MemoryShare] = (),
 ) -> MemoryPlan:
     """Weights, adapter pages and workspace come first; KV pages get kv_cache_bytes, or what the rest allows.
 
     weight_bytes: see models.decoder.decoder_bytes.
+    others: what the device needs beside these.
     Errors: InvalidArgumentError when it does not fit: what is there, what it takes, how to mend it.
     """
     page_bytes = kv_page_bytes(model, engine.page_size, dtype)
     gather_bytes = 2 * page_bytes // model.num_layers if budget.gathers_kv else 0
-    workspace = _workspace_bytes(engine, model, dtype)
-    room = budget.usable - weight_bytes - adapter_bytes - workspace
+    workspace = _workspace_bytes(engine, model, dtype, has_masks=budget.gathers_kv)
+    room = budget.usable - weight_bytes - adapter_bytes - workspace - sum(share.nbytes for share in others)
     num_pages = _num_kv_pages(engine, model, budget, page_bytes, page_bytes + gather_bytes, room)
     plan = MemoryPlan(
         num_pages,
@@ -88,6 +92,7 @@ def plan_memory(
             MemoryShare("KV pages", num_pages * page_bytes),
             MemoryShare("adapter pages", adapter_bytes),
             MemoryShare("workspace", workspace + num_pages * gather_bytes),
+            *others,
         ),
     )
     if plan.nbytes > budget.usable:
@@ -113,13 +118,17 @@ def _num_kv_pages(
     return max(pages, 1)
 
 
-def _workspace_bytes(engine: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+def _workspace_bytes(
+    engine: EngineConfig, model: DecoderConfig, dtype: torch.dtype, *, has_masks: bool
+) -> int:
     """The most that one step takes beside weights and pages: a layer's activations, masks, logits."""
     tokens = engine.max_num_batched_tokens
+    if not engine.enable_chunked_prefill:  # see SchedulerConfig.max_step_tokens
+        tokens = max(tokens, model.max_model_len + engine.max_num_seqs)
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Residual, input and output of a block; packed q, k, v and their rotation; gate, up and their product.
     row = 5 * model.hidden_size + 4 * q_size + 4 * kv_size + 4 * model.intermediate_size
-    masks = len(set(model.windows)) * tokens * model.max_model_len
+    masks = len(set(model.windows)) * tokens * model.max_model_len if has_masks else 0
     # Float32 logits, their exponentials, and a float64 cumulative sum.
     logits = engine.max_num_seqs * model.vocab_size * 4 * 4
     return (tokens * row + masks) * dtype.itemsize + tokens * model.hidden_size * 4 + logits

@@ -1,51 +1,63 @@
 """Computes steps: from a plan of tokens to the tokens that follow."""
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from deltaplane_kernels.attention import AttentionPlan, TokenRun
+from deltaplane_server.execution.cuda_graphs import DecodeGraphs
 from deltaplane_server.execution.kv_cache import KVCache
-from deltaplane_server.execution.sampler import SampledBatch, Sampler
-from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep
-from deltaplane_server.scheduling.plan import SampledToken, ScheduledSequence, StepPlan
+from deltaplane_server.execution.sampler import SampledBatch, Sampler, draws_likeliest
+from deltaplane_server.execution.step_inputs import (
+    LoraPool,
+    StepInputs,
+    on_device,
+    opened_pages,
+    sampling_rows,
+)
+from deltaplane_server.models.decoder import Decoder
+from deltaplane_server.scheduling.plan import SampledToken, StepPlan
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
-
-
-class LoraPool(Protocol):
-    """The adapters on the device."""
-
-    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
-        """segments: (slot or NO_SLOT, rows) side by side, in row order. None where no row has an adapter."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step under way (engine.api.StepHandle)."""
+    """A step under way (engine.api.StepHandle).
+
+    batch: on its way to the host. arrived: passes when it is there; None where it is there already.
+    """
 
     batch: SampledBatch | None
+    arrived: torch.cuda.Event | None = None
 
     def result(self) -> list[SampledToken]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
         return self.batch.to_host() if self.batch is not None else []
 
 
 class ModelRunner:
     """The decoder, its KV pages, its adapters and the sampler on one device (engine.api.Runner).
 
-    On a CPU a step is computed inside submit().
+    On a CPU a step is computed inside submit(). On a GPU submit() launches it, decodes as a graph where
+    there are graphs, and a step's tokens are copied to the host while the caller does other things.
 
     lora_pool: None serves the base model alone.
+    graphs: of this decoder, these pages and adapters; None launches each kernel of a step.
     """
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, lora_pool: LoraPool | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        lora_pool: LoraPool | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
-        self._lora_pool = lora_pool
+        self._graphs = graphs
+        self._inputs = StepInputs(decoder, kv_cache.layout, lora_pool)
         self._sampler = Sampler()
-        self._windows = frozenset(decoder.config.windows)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> RunningStep:
@@ -55,54 +67,43 @@ class ModelRunner:
         """
         if not plan:
             return RunningStep(None)
-        inputs = self._inputs(plan.scheduled)
-        self._kv_cache.clear(self._opened_pages(plan.scheduled))
-        hidden = self._decoder.forward(inputs, self._kv_cache.pages)
-        rows, sequences = _sampling_rows(plan.scheduled)
-        if not rows:
-            return RunningStep(None)
-        logits = self._decoder.logits(hidden.index_select(0, self._int64(rows)))
-        return RunningStep(self._sampler.sample(logits, sequences))
+        with self._on_device():
+            if self._graphs is not None and self._graphs.holds(plan):
+                return self._to_host(self._decode(self._graphs, plan))
+            return self._to_host(self._compute(plan))
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drops what is kept for a finished sequence (its random state)."""
         self._sampler.forget(sequence)
 
-    def _inputs(self, scheduled: Sequence[ScheduledSequence]) -> DecoderInputs:
-        tokens = [token for s in scheduled for token in s.sequence.tokens[s.start : s.end]]
-        positions = [position for s in scheduled for position in range(s.start, s.end)]
-        runs = [TokenRun(s.start, s.num_tokens, s.sequence.pages) for s in scheduled]
-        attention = AttentionPlan(
-            runs,
-            layout=self._kv_cache.layout,
-            windows=self._windows,
-            dtype=self._decoder.dtype,
-            device=self._decoder.device,
-        )
-        lora = None
-        if self._lora_pool is not None:
-            lora = self._lora_pool.step([(s.slot, s.num_tokens) for s in scheduled])
-        return DecoderInputs(self._int64(tokens), self._int64(positions), attention, lora)
+    def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> SampledBatch:
+        output = graphs.run(plan.scheduled)
+        sequences = [s.sequence for s in plan.scheduled]
+        if all(draws_likeliest(sequence) for sequence in sequences):
+            return SampledBatch(sequences, output.tokens, None)
+        return self._sampler.sample(output.logits, sequences)
 
-    def _opened_pages(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
-        """Pages that this step starts to fill and does not fill up; only a sequence's last can be one."""
-        size = self._kv_cache.layout.page_size
-        return [
-            s.sequence.pages[s.end // size]
-            for s in scheduled
-            if s.end % size and s.end - s.end % size >= s.start
-        ]
+    def _compute(self, plan: StepPlan) -> SampledBatch | None:
+        """None where nothing is sampled."""
+        inputs = self._inputs.of(plan.scheduled)
+        if self._decoder.device.type == "cpu":  # kernels of a GPU read no slot that is not written
+            self._kv_cache.clear(opened_pages(plan.scheduled, self._kv_cache.layout.page_size))
+        hidden = self._decoder.forward(inputs, self._kv_cache.pages)
+        rows, sequences = sampling_rows(plan.scheduled)
+        if not rows:
+            return None
+        logits = self._decoder.logits(hidden.index_select(0, on_device(rows, self._decoder.device)))
+        return self._sampler.sample(logits, sequences)
 
-    def _int64(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._decoder.device)
+    def _to_host(self, batch: SampledBatch | None) -> RunningStep:
+        if batch is None or self._decoder.device.type == "cpu":
+            return RunningStep(batch)
+        copy = batch.start_copy()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return RunningStep(copy, arrived)
 
-
-def _sampling_rows(scheduled: Sequence[ScheduledSequence]) -> tuple[list[int], list[TokenSequence]]:
-    """The row of each sampling sequence's last token, and the sequences."""
-    rows, sequences, end = [], [], 0
-    for s in scheduled:
-        end += s.num_tokens
-        if s.samples:
-            rows.append(end - 1)
-            sequences.append(s.sequence)
-    return rows, sequences
+    def _on_device(self) -> AbstractContextManager[object]:
+        """The current device is a thread's own, and kernels are launched on it."""
+        device = self._decoder.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

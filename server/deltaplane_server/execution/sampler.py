@@ -29,10 +29,14 @@ class Logprobs:
     top: Tensor
     top_ids: Tensor
 
+    def start_copy(self) -> "Logprobs":
+        """See SampledBatch.start_copy."""
+        return Logprobs(self.rows, _pinned(self.chosen), _pinned(self.top), _pinned(self.top_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """What sample() drew, still on the device.
+    """What sample() drew.
 
     tokens: [R], int64, in the order of `sequences`.
     """
@@ -41,8 +45,14 @@ class SampledBatch:
     tokens: Tensor
     logprobs: Logprobs | None
 
+    def start_copy(self) -> "SampledBatch":
+        """Its tensors in pinned memory of the host, once the copies that this puts on the current stream of
+        their GPU are done."""
+        logprobs = self.logprobs.start_copy() if self.logprobs is not None else None
+        return SampledBatch(self.sequences, _pinned(self.tokens), logprobs)
+
     def to_host(self) -> list[SampledToken]:
-        """Waits for the device."""
+        """A token for each sequence, in their order. Waits for tensors that are still on a device."""
         tokens = self.tokens.tolist()
         if self.logprobs is None:
             return [SampledToken(s, token) for s, token in zip(self.sequences, tokens, strict=True)]
@@ -163,6 +173,18 @@ class Sampler:
         return torch.rand((), dtype=torch.float64, generator=generator).item()
 
 
+def draws_likeliest(sequence: TokenSequence) -> bool:
+    """Whether the next token is the one with the highest logit, and nothing else is asked."""
+    params = sequence.sampling
+    return (
+        params.is_greedy
+        and params.logprobs is None
+        and not params.has_penalties
+        and not params.logit_bias
+        and sequence.num_output >= sequence.stop.min_tokens
+    )
+
+
 def _truncates(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
@@ -208,3 +230,7 @@ def _report(
     width = max(sequences[row].sampling.logprobs or 0 for row in rows)
     top, top_ids = logprobs.topk(width)
     return Logprobs(rows, chosen, top, top_ids)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,141 @@
+"""Puts a model onto its device: weights, pages and graphs, in the memory that is planned for them."""
+
+import time
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+
+from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_controlplane.ports import rank_pages
+from deltaplane_kernels.layout import AdapterLayout
+from deltaplane_kernels.lora import RankPagePool
+from deltaplane_kernels.rank_pages import RankPageLayout
+from deltaplane_server.adapters.adapter_pool import AdapterPool
+from deltaplane_server.config import EngineConfig
+from deltaplane_server.execution.cuda_graphs import DecodeGraphs, batch_sizes, graph_bytes
+from deltaplane_server.execution.kv_cache import KVCache
+from deltaplane_server.execution.memory import MemoryPlan, MemoryShare, memory_budget, plan_memory
+from deltaplane_server.execution.runner import ModelRunner
+from deltaplane_server.models.config import DecoderConfig
+from deltaplane_server.models.decoder import Decoder, decoder_bytes
+from deltaplane_server.models.weights import WeightSource
+from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
+
+_MIB = 1 << 20
+
+_LIBRARY_BYTES = 512 * _MIB
+"""Kernels of Triton and cuBLAS, the workspaces of cuBLAS, and what allocations are rounded up by."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """A model on its device, ready for steps.
+
+    scheduler: the limits that the model and the device's memory set.
+    memory: what was handed out.
+    """
+
+    runner: ModelRunner
+    pool: AdapterPool
+    scheduler: SchedulerConfig
+    memory: MemoryPlan
+
+
+def set_up(
+    config: EngineConfig,
+    model: DecoderConfig,
+    weights: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Execution:
+    """Takes all the memory that serving will need.
+
+    Errors: InvalidArgumentError where it does not fit, or where the weights do not fit the model.
+    """
+    num_rank_pages, _ = _pool_size(config)
+    layout = model.adapter_layout()
+    limits = SchedulerConfig.of(config, max_model_len=model.max_model_len, num_pages=1)
+    max_tokens = max(limits.max_step_tokens, batch_sizes(config.max_num_seqs)[-1])
+    memory = plan_memory(
+        config,
+        model,
+        memory_budget(config, device),
+        weight_bytes=decoder_bytes(model, weights, dtype, device),
+        adapter_bytes=num_rank_pages * RankPageLayout(layout).page_bytes(dtype),
+        dtype=dtype,
+        others=_cuda_shares(config, model, dtype, device, max_tokens) if device.type == "cuda" else (),
+    )
+    _announce(memory, dtype, device)
+    decoder = Decoder(model, weights, dtype, device)
+    pool = _make_pool(config, layout, dtype, device, max_tokens)
+    kv_cache = KVCache(
+        model, num_pages=memory.num_kv_pages, page_size=config.page_size, dtype=dtype, device=device
+    )
+    return Execution(
+        runner=_make_runner(config, decoder, kv_cache, pool if config.enable_lora else None),
+        pool=pool,
+        scheduler=replace(limits, num_pages=memory.num_kv_pages),
+        memory=memory,
+    )
+
+
+def _make_pool(
+    config: EngineConfig, layout: AdapterLayout, dtype: torch.dtype, device: torch.device, max_tokens: int
+) -> AdapterPool:
+    num_pages, num_slots = _pool_size(config)
+    if not config.enable_lora:  # an empty pool needs no kernels
+        return AdapterPool(RankPagePool(layout, num_pages, num_slots, dtype))
+    try:
+        return AdapterPool(RankPagePool(layout, num_pages, num_slots, dtype, device, max_tokens))
+    except ValueError as error:
+        raise InvalidArgumentError.for_field(
+            "enable_lora", f"adapters of this model cannot be served on {device}: {error}; serve it without"
+        ) from error
+
+
+def _make_runner(
+    config: EngineConfig, decoder: Decoder, kv_cache: KVCache, pool: AdapterPool | None
+) -> ModelRunner:
+    device = decoder.device
+    if device.type == "cpu":
+        return ModelRunner(decoder, kv_cache, pool)
+    begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    graphs = DecodeGraphs(decoder, kv_cache, pool, max_num_seqs=config.max_num_seqs)
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    log.info("server.graphs", seconds=round(time.monotonic() - begin, 1), taken=f"{taken / _MIB:.0f} MiB")
+    return ModelRunner(decoder, kv_cache, pool, graphs)
+
+
+def _cuda_shares(
+    config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, max_tokens: int
+) -> list[MemoryShare]:
+    """What a GPU needs beside weights, pages and a step's workspace."""
+    graphs = graph_bytes(model, config.max_num_seqs, config.page_size, dtype, with_lora=config.enable_lora)
+    shares = [MemoryShare("graphs", graphs), MemoryShare("libraries", _LIBRARY_BYTES)]
+    if config.enable_lora:
+        from deltaplane_kernels.lora_cuda import MAX_RANK, partial_elements
+
+        if config.max_lora_rank > MAX_RANK:
+            raise InvalidArgumentError.for_field(
+                "max_lora_rank", f"{config.max_lora_rank} is above {MAX_RANK}, the highest on a GPU; lower it"
+            )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        layout = RankPageLayout(model.adapter_layout())
+        shares.append(MemoryShare("adapter workspace", 4 * partial_elements(layout, max_tokens, processors)))
+    return shares
+
+
+def _pool_size(config: EngineConfig) -> tuple[int, int]:
+    """Rank pages and slots."""
+    if not config.enable_lora:
+        return 0, 0
+    num_pages = config.adapter_pages or config.max_loras * rank_pages(config.max_lora_rank)
+    return num_pages, config.max_loras
+
+
+def _announce(memory: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:
+    shares = {share.purpose.replace(" ", "_"): f"{share.nbytes / _MIB:.0f} MiB" for share in memory.shares}
+    log.info("server.memory", device=str(device), dtype=str(dtype).removeprefix("torch."), **shares)

@@ -1,0 +1,83 @@
+"""A step's plan as the decoder and the sampler take it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun
+from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep
+from deltaplane_server.scheduling.plan import ScheduledSequence
+from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
+
+
+class LoraPool(Protocol):
+    """The adapters on the device."""
+
+    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
+        """segments: (slot or NO_SLOT, rows) side by side, in row order. None where no row has an adapter."""
+        ...
+
+
+class StepInputs:
+    """Makes the inputs of steps of any shape."""
+
+    def __init__(self, decoder: Decoder, layout: KVLayout, lora_pool: LoraPool | None) -> None:
+        self._decoder = decoder
+        self._layout = layout
+        self._lora_pool = lora_pool
+        self._windows = frozenset(decoder.config.windows)
+
+    def of(self, scheduled: Sequence[ScheduledSequence]) -> DecoderInputs:
+        """Errors: ValueError where the pages of a sequence do not hold its tokens."""
+        device = self._decoder.device
+        attention = AttentionPlan(
+            token_runs(scheduled),
+            layout=self._layout,
+            windows=self._windows,
+            dtype=self._decoder.dtype,
+            device=device,
+        )
+        lora = None
+        if self._lora_pool is not None:
+            lora = self._lora_pool.step(segments(scheduled))
+        tokens = [token for s in scheduled for token in s.sequence.tokens[s.start : s.end]]
+        positions = [position for s in scheduled for position in range(s.start, s.end)]
+        return DecoderInputs(on_device(tokens, device), on_device(positions, device), attention, lora)
+
+
+def token_runs(scheduled: Iterable[ScheduledSequence]) -> list[TokenRun]:
+    """What attention is to know of each sequence."""
+    return [TokenRun(s.start, s.num_tokens, s.sequence.pages) for s in scheduled]
+
+
+def segments(scheduled: Iterable[ScheduledSequence]) -> list[tuple[int, int]]:
+    """(slot, rows) of each sequence."""
+    return [(s.slot, s.num_tokens) for s in scheduled]
+
+
+def sampling_rows(scheduled: Iterable[ScheduledSequence]) -> tuple[list[int], list[TokenSequence]]:
+    """The row of each sampling sequence's last token, and the sequences."""
+    rows, sequences, end = [], [], 0
+    for s in scheduled:
+        end += s.num_tokens
+        if s.samples:
+            rows.append(end - 1)
+            sequences.append(s.sequence)
+    return rows, sequences
+
+
+def opened_pages(scheduled: Iterable[ScheduledSequence], page_size: int) -> list[int]:
+    """Pages that this step starts to fill and does not fill up; only a sequence's last can be one."""
+    return [
+        s.sequence.pages[s.end // page_size]
+        for s in scheduled
+        if s.end % page_size and s.end - s.end % page_size >= s.start
+    ]
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """[len(values)], int64. The host does not wait for a copy to a GPU."""
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

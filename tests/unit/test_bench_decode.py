@@ -1,0 +1,67 @@
+"""The decode benchmark, on a tiny model on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import decode, report
+from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
+from deltaplane_kernels.rank_pages import RankPageLayout
+
+CPU = torch.device("cpu")
+
+
+def test_measures_and_reports_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results = decode.main(["--tiny", "--device", "cpu"])
+    assert list(results) == ["2,0", "2,0 LoRA enabled", "3,2", "3,2 rank 8"]
+    assert all(figures.step_ms > 0 and figures.prefill_ms > 0 for figures in results.values())
+    written = json.loads((tmp_path / "decode-tiny.json").read_text())
+    assert written["results"]["3,2"]["step_ms"] == results["3,2"].step_ms
+    assert written["workload"]["output_tokens"] == 9
+    assert "3,2 rank 8" in capsys.readouterr().out
+
+
+def test_rows_may_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert list(decode.main(["--tiny", "--device", "cpu", "--rows", "2,0"])) == ["2,0", "2,0 LoRA enabled"]
+    with pytest.raises(SystemExit, match="no row 5,5"):
+        decode.main(["--tiny", "--device", "cpu", "--rows", "5,5"])
+
+
+def test_without_a_gpu_only_the_tiny_model_runs() -> None:
+    with pytest.raises(SystemExit, match="run it on a GPU machine, or with --tiny"):
+        decode.main(["--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "adapters", "rank", "milliseconds"),
+    [(1, 0, 0, 3.5), (64, 0, 0, 4.0), (256, 0, 0, 5.5), (64, 64, 16, 5.3), (64, 64, 8, 4.6)],
+)
+def test_bytes_of_a_step_of_llama_3_8b(batch: int, adapters: int, rank: int, milliseconds: float) -> None:
+    nbytes = step_bytes(LLAMA_3_8B, torch.bfloat16, batch=batch, context=256, adapters=adapters, rank=rank)
+    assert nbytes / decode.BYTES_PER_MS == pytest.approx(milliseconds, abs=0.06)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 12, 16])
+def test_a_random_adapter_is_zero_above_its_rank(rank: int) -> None:
+    adapter = random_adapter(TINY, rank, torch.float32, CPU)
+    layout = RankPageLayout(TINY.adapter_layout())
+    rows = torch.cat(list(layout.a(adapter.pages, 1, "qkv_proj")[:, 2]))
+    assert [bool(row.any()) for row in rows] == [index < rank for index in range(len(rows))]
+    columns = torch.cat(list(layout.b(adapter.pages, 0, "down_proj", 0)))
+    assert [bool(row.any()) for row in columns] == [index < rank for index in range(len(columns))]
+    assert adapter.ranks == [[rank] * 7] * 2
+
+
+def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:
+    weights = RandomWeights(TINY, torch.float32)
+    names = [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    matrix = weights.read_rows(*names, dtype=torch.float32, device=CPU)
+    assert matrix.shape == (256, 64)
+    assert matrix.std().item() == pytest.approx(1 / 8, rel=0.1)
+    assert weights.read_rows("model.norm.weight", dtype=torch.float32, device=CPU).eq(1).all()
