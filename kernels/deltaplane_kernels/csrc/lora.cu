@@ -429,7 +429,7 @@ __device__ KeptPages load_kept(const Launch& launch, const ExpandItem& item) {
 // Up to SUBTILE rows from `first` of the tile on.
 template <typename Type>
 __device__ void expand_rows(const Launch& launch, const ExpandItem& item, const KeptPages& kept, int first,
-                            Shrunk& shrunk) {
+                            Shrunk& shrunk, int& shrunk_key) {
     constexpr int GROUPS = SUBTILE / GROUP;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int count = min(SUBTILE, item.tile.count - first);
@@ -448,7 +448,11 @@ __device__ void expand_rows(const Launch& launch, const ExpandItem& item, const 
             before[part / 2][part % 2] = load_activations(target[part / 2][part % 2]);
         }
     }
-    sum_splits(launch, item, first, count, shrunk);
+    const int key = (item.tile.first + first) * MAX_SLICES + item.slice;
+    if (shrunk_key != key) {        // the same for all threads of the block
+        sum_splits(launch, item, first, count, shrunk);
+        shrunk_key = key;
+    }
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
         if (group * GROUP >= count) continue;
@@ -475,18 +479,24 @@ __device__ void expand_rows(const Launch& launch, const ExpandItem& item, const 
     }
 }
 
+// A block takes items in a row: neighbours share the tile, its pages and mostly the shrunk values, so that few of its
+// loads wait for one another.
 template <typename Type>
 __device__ void expand(const Launch& launch) {
     __shared__ Shrunk shrunk;
     const int items = num_tiles(launch) * launch.column_blocks;
-    ExpandItem item = expand_item_at(launch, blockIdx.x, items);
+    const int run = ceil_div(items, static_cast<int>(gridDim.x));
+    const int begin = static_cast<int>(blockIdx.x) * run;
+    const int end = min(begin + run, items);
+    int shrunk_key = -1;            // which values are in shared memory
+    ExpandItem item = expand_item_at(launch, begin, end);
     KeptPages kept = load_kept(launch, item);
     wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
-    for (int index = blockIdx.x; index < items; index += gridDim.x) {
-        const ExpandItem next = expand_item_at(launch, index + gridDim.x, items);
+    for (int index = begin; index < end; ++index) {
+        const ExpandItem next = expand_item_at(launch, index + 1, end);
         const KeptPages ahead = load_kept(launch, next);
         for (int first = 0; item.rank > 0 && first < item.tile.count; first += SUBTILE) {
-            expand_rows<Type>(launch, item, kept, first, shrunk);
+            expand_rows<Type>(launch, item, kept, first, shrunk, shrunk_key);
         }
         item = next;
         kept = ahead;
