@@ -248,7 +248,7 @@ async def test_an_id_is_taken_while_its_last_delta_is_on_its_way(world: World) -
     assert output.tokens == expected_tokens(0, PROMPT, 5)
 
 
-# Consumers who leave (case 14).
+# Consumers who leave.
 
 
 async def test_a_cancelled_consumer_aborts_its_request(world: World) -> None:

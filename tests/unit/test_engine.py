@@ -409,7 +409,7 @@ def test_an_id_in_flight_is_refused() -> None:
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
-    """Case 13: requests that have started do not count, those that were preempted neither."""
+    """Requests that have started do not count, those that were preempted neither."""
     world = World(max_waiting=2, max_num_seqs=1)
     for name in "ab":
         world.engine.submit(request(name, num_outputs=3))
@@ -453,7 +453,7 @@ def check_still_held(world: World, lease: FakeLease) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
 def test_an_abort_takes_one_step(num_steps: int) -> None:
-    """Case 14: before it was seen, while its adapter loads, in prefill and in decode."""
+    """Before it was seen, while its adapter loads, in prefill and in decode."""
     world = World(load_ticks=2)
     prompt = [1] * 90
     lease = world.adapters.lease(1)
@@ -550,7 +550,7 @@ def test_a_failing_first_step_leaves_nothing_behind() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_its_requests() -> None:
-    """Case 5: with the manager's own error, and never with an answer of the base model."""
+    """With the manager's own error, and never with an answer of the base model."""
     world = World()
     world.adapters.failing.add(1)
     world.engine.submit(request("bad", lease=world.adapters.lease(1), num_outputs=2))

@@ -111,7 +111,7 @@ def world(plane: ControlPlane) -> Iterator[World]:
 
 
 def test_requests_for_more_adapters_than_slots(world: World) -> None:
-    """Case 8: many requests for a cold adapter are one load."""
+    """Many requests for a cold adapter are one load."""
     ids = [f"{name}{number}" for name in ["", *NAMES] for number in range(8)]
     for request_id in ids:
         world.submit(request_id, request_id[:-1])
@@ -122,7 +122,7 @@ def test_requests_for_more_adapters_than_slots(world: World) -> None:
 
 
 def test_an_adapter_waits_for_a_slot_though_others_never_rest(world: World) -> None:
-    """Case 16, with two slots."""
+    """With two slots."""
     stop = threading.Event()
 
     def keep_busy(name: str) -> None:
@@ -147,7 +147,7 @@ def test_an_adapter_waits_for_a_slot_though_others_never_rest(world: World) -> N
 
 
 def test_streams_end_on_the_version_that_they_began_with(world: World) -> None:
-    """Case 3: the files change and are registered again while a stream runs."""
+    """The files change and are registered again while a stream runs."""
     world.submit("old", "a", max_tokens=1500)
     eventually(lambda: bool(world.outputs.tokens.get("old")))
     world.plane.manager.update("a", source=world.plane.folder("a", content="new files"))
@@ -169,7 +169,7 @@ def test_a_drain_timeout_aborts_the_streams_of_the_old_version(world: World) -> 
 
 
 def test_requests_registrations_and_deletions_at_once(world: World) -> None:
-    """Cases 1, 2 and 10: whatever happens around it, each output is that of one version."""
+    """Whatever happens around it, each output is that of one version."""
     ids: list[str] = []
 
     def request_some(seed: int) -> None:

@@ -81,7 +81,7 @@ def test_a_page_is_found_only_after_the_same_beginning(cache: Cache) -> None:
 
 
 def test_nothing_is_shared_between_versions_or_with_the_base(cache: Cache) -> None:
-    """Cases 2 and 6: uids differ for the base, for each adapter and for each version of one."""
+    """Uids differ for the base, for each adapter and for each version of one."""
     prompt = range(20)
     held = {uid: cache.start(prompt, uid) for uid in (0, 1, 2)}
     assert all(sequence.num_cached == 0 for sequence in held.values())

@@ -233,7 +233,6 @@ def test_without_chunks_what_does_not_fit_waits_for_the_next_step() -> None:
 
 
 def test_preempted_sequences_go_on_with_the_tokens_they_would_have_had() -> None:
-    """Case 20."""
     driver = Driver(num_pages=12)
     sequences = [driver.add(num_prompt=7, max_tokens=30) for _ in range(4)]
     driver.run()
@@ -339,7 +338,6 @@ def test_a_sequence_may_take_all_pages_when_it_is_alone() -> None:
 def test_what_can_never_fit_is_refused(
     num_prompt: int, max_tokens: int, field: str, numbers: list[str]
 ) -> None:
-    """Case 21."""
     config = Driver(max_model_len=100).config
     with pytest.raises(InvalidArgumentError) as caught:
         config.check_fits(num_prompt, max_tokens)
@@ -373,7 +371,7 @@ def test_a_step_serves_base_and_several_adapters() -> None:
 
 
 def test_base_and_warm_requests_pass_a_cold_one() -> None:
-    """Case 17: they start in the step in which they would have without it."""
+    """They start in the step in which they would have without it."""
     driver = Driver(load_ticks=10)
     driver.adapters.load(1)
     cold = driver.add(uid=2)
@@ -409,7 +407,7 @@ def test_an_adapter_is_loaded_while_all_seats_are_taken() -> None:
 
 
 def test_one_slot_is_shared_in_turn() -> None:
-    """Case 16: A is always busy, and B still runs within a bounded wait."""
+    """A is always busy, and B still runs within a bounded wait."""
     driver = Driver(num_slots=1, load_ticks=1, max_num_seqs=4)
     max_tokens = 20
     driver.add(uid=1, max_tokens=max_tokens)
@@ -427,7 +425,7 @@ def test_one_slot_is_shared_in_turn() -> None:
 
 
 def test_running_sequences_of_a_closed_adapter_are_not_disturbed() -> None:
-    """Case 1: its slot is taken only when they are done."""
+    """Its slot is taken only when they are done."""
     driver = Driver(num_slots=1)
     long = driver.add(uid=1, max_tokens=120)
     driver.step()
@@ -497,7 +495,7 @@ def test_adapters_open_again_when_the_one_they_were_closed_for_is_gone() -> None
 
 
 def test_all_slots_pinned_means_waiting() -> None:
-    """Case 13: base requests go on meanwhile, and the wait ends with the pin."""
+    """Base requests go on meanwhile, and the wait ends with the pin."""
     driver = Driver(num_slots=2)
     for uid in (1, 2):
         driver.adapters.load(uid)
@@ -571,7 +569,7 @@ def test_a_load_that_fails_later_fails_its_sequences() -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_finish_takes_everything_back_at_once(num_steps: int) -> None:
-    """Case 14: while waiting, in prefill and in decode."""
+    """While waiting, in prefill and in decode."""
     driver = Driver(max_num_batched_tokens=10, load_ticks=0)
     sequence = driver.add(num_prompt=18, max_tokens=10, uid=1)
     for _ in range(num_steps):
@@ -588,7 +586,7 @@ def test_finish_takes_everything_back_at_once(num_steps: int) -> None:
 
 @pytest.mark.parametrize("num_heavy", [10, 40])
 def test_a_small_tenant_does_not_wait_behind_a_large_one(num_heavy: int) -> None:
-    """Case 18: its time to first token is at most twice what it is alone, in steps."""
+    """Its time to first token is at most twice what it is alone, in steps."""
 
     def steps_to_first_token(num_heavy: int) -> list[float]:
         driver = Driver(max_num_seqs=32, max_num_batched_tokens=64, num_pages=1000)
