@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,20 +14,13 @@ import pytest
 
 from deltaplane import Client
 from peft_factory import make_adapter, make_tiny_model
+from serving import Served, served
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTERS = ("legal-brief", "creative-story")
 QUESTION = "What is the sea like?"
 MAX_TOKENS = 200
 PATIENCE_S = 120
-
-
-@dataclass(frozen=True)
-class Server:
-    """host:port of both planes."""
-
-    address: str
-    admin_address: str
 
 
 @dataclass(frozen=True)
@@ -62,31 +53,15 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("other-languages")
     model = make_tiny_model(folder, "llama")
-    modules = [
-        f"{name}={make_adapter(model, folder / name, rank=rank, seed=rank)}"
+    adapters = {
+        name: make_adapter(model, folder / name, rank=rank, seed=rank)
         for name, rank in zip(ADAPTERS, (4, 8), strict=True)
-    ]
-    ports_file, log = folder / "ports.json", folder / "server.log"
-    command = [sys.executable, "-m", "deltaplane_server", "serve", str(model), "--max-loras", "3"]
-    command += ["--host", "127.0.0.1", "--port", "0", "--admin-port", "0", "--http-host", "127.0.0.1"]
-    command += ["--http-port", "0", "--ports-file", str(ports_file), "--state", ":memory:", "--threads", "1"]
-    command += ["--lora-modules", *modules]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while not ports_file.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        ports = json.loads(ports_file.read_text())
-        yield Server(f"127.0.0.1:{ports['port']}", f"127.0.0.1:{ports['admin_port']}")
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
+    }
+    with served(model, folder, "--max-loras", "3", adapters=adapters) as server:
+        yield server
 
 
 @pytest.fixture(params=PROGRAMS)
@@ -99,14 +74,14 @@ def program(request: pytest.FixtureRequest) -> Program:
     return program
 
 
-def run(program: Program, server: Server, *words: str) -> "subprocess.CompletedProcess[str]":
+def run(program: Program, server: Served, *words: str) -> "subprocess.CompletedProcess[str]":
     options = [f"{program.flag}address", server.address, f"{program.flag}admin-address", server.admin_address]
     return subprocess.run(
         [*program.command, *options, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 
-def test_two_adapters_stream_at_once_and_the_slots_are_listed(program: Program, server: Server) -> None:
+def test_two_adapters_stream_at_once_and_the_slots_are_listed(program: Program, server: Served) -> None:
     done = run(program, server, f"{program.flag}max-tokens", str(MAX_TOKENS), QUESTION)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -142,7 +117,7 @@ def test_two_adapters_stream_at_once_and_the_slots_are_listed(program: Program, 
     assert sorted(slots.values()) == sorted([*(f"{name} version 1" for name in ADAPTERS), "free"])
 
 
-def test_an_error_of_the_server_is_one_line(program: Program, server: Server) -> None:
+def test_an_error_of_the_server_is_one_line(program: Program, server: Served) -> None:
     done = run(program, server, f"{program.flag}first", "nobody", QUESTION)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
