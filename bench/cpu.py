@@ -42,15 +42,21 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
+class Burst:
+    """All prompts sent at once. rate: tokens per second; ttft: median seconds to the first token."""
+
+    rate: float
+    ttft: float
+
+
+@dataclass(frozen=True)
 class Round:
-    """What one life of the server showed. rates: tokens per second; ttft: seconds to the first token."""
+    """What one life of the server showed."""
 
     ready_s: float
     peak_bytes: int
-    base_rates: list[float]
-    mixed_rates: list[float]
-    base_ttft: list[float]
-    mixed_ttft: list[float]
+    base: list[Burst]
+    mixed: list[Burst]
 
 
 def main() -> None:
@@ -127,31 +133,31 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes],
 
 def _serve_and_measure(args: argparse.Namespace, mix: list[str]) -> Round:
     with _server(args) as (process, address, ready_s):
-        base_rates, base_ttft = asyncio.run(_repeat(address, [""] * len(mix), args))
-        mixed_rates, mixed_ttft = asyncio.run(_repeat(address, mix, args))
-        peak = _peak_bytes(process.pid)
-    return Round(ready_s, peak, base_rates, mixed_rates, base_ttft, mixed_ttft)
+        base, mixed = asyncio.run(_take_turns(address, ([""] * len(mix), mix), args))
+        return Round(ready_s, _peak_bytes(process.pid), base, mixed)
 
 
-async def _repeat(
-    address: str, adapters: list[str], args: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Tokens per second and median seconds to the first token of each repeat, after one warm-up."""
-    rates, ttfts = [], []
+async def _take_turns(
+    address: str, loads: tuple[list[str], list[str]], args: argparse.Namespace
+) -> tuple[list[Burst], list[Burst]]:
+    """The bursts of two loads, after one warm-up of each. They alternate: a machine's pace drifts."""
+    bursts: tuple[list[Burst], list[Burst]] = ([], [])
     async with grpc.aio.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        for repeat in range(args.repeats + 1):
-            start = time.perf_counter()
-            streams = [
-                _stream(stub, prompt, adapter, args.tokens)
-                for prompt, adapter in zip(PROMPTS, adapters, strict=True)
-            ]
-            first_tokens = await asyncio.gather(*streams)
-            seconds = time.perf_counter() - start
-            if repeat:
-                rates.append(args.tokens * len(adapters) / seconds)
-                ttfts.append(statistics.median(t - start for t in first_tokens))
-    return rates, ttfts
+        for _ in range(args.repeats + 1):
+            for adapters, done in zip(loads, bursts, strict=True):
+                done.append(await _burst(stub, adapters, args.tokens))
+    return bursts[0][1:], bursts[1][1:]
+
+
+async def _burst(stub: Any, adapters: list[str], tokens: int) -> Burst:
+    start = time.perf_counter()
+    streams = [
+        _stream(stub, prompt, adapter, tokens) for prompt, adapter in zip(PROMPTS, adapters, strict=True)
+    ]
+    first_tokens = await asyncio.gather(*streams)
+    seconds = time.perf_counter() - start
+    return Burst(tokens * len(adapters) / seconds, statistics.median(t - start for t in first_tokens))
 
 
 async def _stream(stub: Any, prompt: str, adapter: str, tokens: int) -> float:
@@ -201,19 +207,21 @@ def _transformers(
 
 
 def _results(rounds: list[Round], yardsticks: list[dict[str, list[float]]]) -> dict[str, Any]:
-    ours = {
-        "base": _rates(rate for r in rounds for rate in r.base_rates),
-        "mixed": _rates(rate for r in rounds for rate in r.mixed_rates),
-    }
+    base = [burst for r in rounds for burst in r.base]
+    mixed = [burst for r in rounds for burst in r.mixed]
+    ours = {"base": _rates(b.rate for b in base), "mixed": _rates(b.rate for b in mixed)}
     theirs = {name: _rates(rate for y in yardsticks for rate in y[name]) for name in ("base", "mixed")}
     return {
         "deltaplane": ours,
         "transformers": theirs,
-        "mixed_over_base": ours["mixed"]["best"] / ours["base"]["best"],
+        "mixed_over_base": {
+            "of_best": ours["mixed"]["best"] / ours["base"]["best"],
+            "median_of_pairs": statistics.median(m.rate / b.rate for b, m in zip(base, mixed, strict=True)),
+        },
         "base_over_transformers": ours["base"]["best"] / theirs["base"]["best"],
         "ttft_s": {
-            "base": statistics.median(t for r in rounds for t in r.base_ttft),
-            "mixed": statistics.median(t for r in rounds for t in r.mixed_ttft),
+            "base": statistics.median(b.ttft for b in base),
+            "mixed": statistics.median(b.ttft for b in mixed),
         },
         "ready_s": [r.ready_s for r in rounds],
         "peak_bytes": max(r.peak_bytes for r in rounds),
@@ -236,7 +244,8 @@ def _show(results: dict[str, Any]) -> None:
         "The server",
         ["", ""],
         [
-            ["mixed / base", f"{results['mixed_over_base']:.3f}"],
+            ["mixed / base, of the best", f"{results['mixed_over_base']['of_best']:.3f}"],
+            ["mixed / base, median of pairs", f"{results['mixed_over_base']['median_of_pairs']:.3f}"],
             ["base / transformers", f"{results['base_over_transformers']:.3f}"],
             ["first token, 8 at once, base / mixed, ms", _ms_pair(results["ttft_s"])],
             ["ready after, s", " ".join(f"{s:.1f}" for s in results["ready_s"])],

@@ -67,7 +67,7 @@ class LoraStep:
         Errors: ValueError where x or y has another number of rows; on a GPU also for another dtype than the
         pool's, and for rows that do not start at multiples of 16 bytes.
         """
-        if len(x) != self.num_tokens or len(y) != self.num_tokens:
+        if not x.shape[0] == y.shape[0] == self.num_tokens:
             raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows and y of {len(y)}")
         self._deltas.add_delta(layer, linear, x, y)
 
