@@ -8,8 +8,9 @@ shared or overwritten shows at once, and an output that survives a preemption is
 import threading
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deltaplane_server.engine.api import StepHandle
 from deltaplane_server.scheduling.lease import AdapterLease
@@ -49,54 +50,87 @@ class UnsoundPlanError(BaseException):
     """A plan that no scheduler may make. An Exception would be taken for a fault of the device."""
 
 
-class _Handle:
-    def __init__(self, tokens: list[SampledToken], gate: threading.Event) -> None:
-        self._tokens = tokens
-        self._gate = gate
+@dataclass
+class _Step:
+    """A step under way (engine.api.StepHandle).
+
+    pages, tokens: of each part's sequence when the step was submitted.
+    """
+
+    runner: "FakeRunner"
+    plan: StepPlan
+    pages: list[list[int]]
+    tokens: list[list[int]]
+    failure: Exception | None
 
     def result(self) -> list[SampledToken]:
-        assert self._gate.wait(30), "nobody opened the gate"
-        return self._tokens
+        assert self.runner.gate.wait(30), "nobody opened the gate"
+        return self.runner.compute(self)
 
 
 class FakeRunner:
     """config: what steps must keep to. adapters: whose slots steps must use.
 
-    gate: steps wait while it is not set. failures: raised by the next steps, one each.
-    plans: how many steps there were; most_decodes: the most in one.
+    max_steps_under_way: a step is computed when it is read, as late as a device could.
+
+    gate: steps wait while it is not set. failures: raised by the next steps when they are submitted, one
+    each; late_failures: when they are read.
+    num_steps: how many there were; most_decodes: the most in one.
     """
 
-    def __init__(self, config: SchedulerConfig, adapters: FakeAdapters | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, adapters: FakeAdapters | None = None, *, max_steps_under_way: int = 1
+    ) -> None:
+        self.max_steps_under_way = max_steps_under_way
         self.gate = threading.Event()
         self.gate.set()
         self.failures: list[Exception] = []
+        self.late_failures: list[Exception] = []
         self.num_steps = 0
         self.most_decodes = 0
         self._config = config
         self._adapters = adapters
         self._store: dict[tuple[int, int], tuple[int, int]] = {}
         self._live: dict[int, TokenSequence] = {}
+        self._drawn: dict[int, int] = {}
+        self._under_way: deque[_Step] = deque()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         self.num_steps += 1
         self.most_decodes = max(self.most_decodes, plan.num_decodes)
         self._live.update((part.sequence.id, part.sequence) for part in plan.scheduled)
         try:
+            assert len(self._under_way) < self.max_steps_under_way, "too many steps are under way"
             self._check_plan(plan)
-            contexts = self._compute_kv(plan)
         except AssertionError as error:
             raise UnsoundPlanError(str(error)) from error
         if self.failures:
             raise self.failures.pop(0)
-        tokens = [
+        sequences = [part.sequence for part in plan.scheduled]
+        failure = self.late_failures.pop(0) if self.late_failures else None
+        pages, tokens = [list(s.pages) for s in sequences], [list(s.tokens) for s in sequences]
+        self._under_way.append(_Step(self, plan, pages, tokens, failure))
+        return self._under_way[-1]
+
+    def compute(self, step: _Step) -> list[SampledToken]:
+        assert step is self._under_way.popleft(), "steps are read in another order"
+        try:
+            contexts = self._compute_kv(step)
+        except AssertionError as error:
+            raise UnsoundPlanError(str(error)) from error
+        sampled = [
             self._sample(part.sequence, context)
-            for part, context in zip(plan.scheduled, contexts, strict=True)
+            for part, context in zip(step.plan.scheduled, contexts, strict=True)
             if part.samples
         ]
-        return _Handle(tokens, self.gate)
+        if step.failure is not None:
+            raise step.failure
+        return sampled
 
     def forget(self, sequence: TokenSequence) -> None:
+        assert not sequence.num_steps, "a sequence is forgotten before its last step is read"
         self._live.pop(sequence.id, None)
+        self._drawn.pop(sequence.id, None)
 
     @property
     def num_remembered(self) -> int:
@@ -120,6 +154,8 @@ class FakeRunner:
         sequence = part.sequence
         size = self._config.page_size
         assert sequence.status is SequenceStatus.RUNNING
+        assert part.start < len(sequence.tokens) + sequence.num_pending
+        assert sequence.num_drawn < sequence.stop.max_tokens, "a token is drawn beyond the last one"
         assert part.start == sequence.num_computed
         assert part.num_tokens > 0
         assert part.end <= sequence.num_tokens <= self._config.max_sequence_tokens
@@ -135,30 +171,39 @@ class FakeRunner:
             assert part.slot == NO_SLOT
         else:
             assert part.slot == part.sequence.lease.slot
-            if self._adapters is not None:
-                assert self._adapters.occupant(part.slot) == part.sequence.adapter_uid
+            self._check_occupant(part)
 
-    def _compute_kv(self, plan: StepPlan) -> list[list[int]]:
+    def _check_occupant(self, part: ScheduledSequence) -> None:
+        if self._adapters is not None and part.slot != NO_SLOT:
+            assert self._adapters.occupant(part.slot) == part.sequence.adapter_uid
+
+    def _compute_kv(self, step: _Step) -> list[list[int]]:
         """Writes the KV of the step's tokens; returns what each sequence can then read back."""
-        for part in plan.scheduled:
-            self._write(part)
-        return [self._read(part) for part in plan.scheduled]
+        contexts = []
+        for part, pages, tokens in zip(step.plan.scheduled, step.pages, step.tokens, strict=True):
+            self._check_occupant(part)
+            if part.end > len(tokens):
+                tokens.append(self._drawn[part.sequence.id])
+            self._write(part, pages, tokens)
+            contexts.append(tokens[: part.end])
+        for part, pages, context in zip(step.plan.scheduled, step.pages, contexts, strict=True):
+            self._check_readable(part, pages, context)
+        return contexts
 
-    def _write(self, part: ScheduledSequence) -> None:
-        sequence, size = part.sequence, self._config.page_size
+    def _write(self, part: ScheduledSequence, pages: list[int], tokens: list[int]) -> None:
+        size = self._config.page_size
         for position in range(part.start, part.end):
-            place = sequence.pages[position // size], position % size
-            self._store[place] = sequence.adapter_uid, sequence.tokens[position]
+            place = pages[position // size], position % size
+            self._store[place] = part.sequence.adapter_uid, tokens[position]
 
-    def _read(self, part: ScheduledSequence) -> list[int]:
-        sequence, size = part.sequence, self._config.page_size
-        context = [self._store[sequence.pages[i // size], i % size] for i in range(part.end)]
-        expected = [(sequence.adapter_uid, token) for token in sequence.tokens[: part.end]]
-        assert context == expected, f"the KV of sequence {sequence.id} is not its own"
-        return [token for _, token in context]
+    def _check_readable(self, part: ScheduledSequence, pages: list[int], context: list[int]) -> None:
+        size, uid = self._config.page_size, part.sequence.adapter_uid
+        found = [self._store[pages[i // size], i % size] for i in range(part.end)]
+        expected = [(uid, token) for token in context]
+        assert found == expected, f"the KV of sequence {part.sequence.id} is not its own"
 
     def _sample(self, sequence: TokenSequence, context: list[int]) -> SampledToken:
-        token = next_token(sequence.adapter_uid, context)
+        token = self._drawn[sequence.id] = next_token(sequence.adapter_uid, context)
         if sequence.sampling.logprobs is None:
             return SampledToken(sequence, token)
         top = tuple((token + i, -0.5 - i) for i in range(sequence.sampling.logprobs))

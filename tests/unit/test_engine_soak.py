@@ -22,7 +22,7 @@ from deltaplane_server.scheduling.sampling_params import SamplingParams, StopPar
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
 from fake_leases import FakeAdapters
-from fake_runner import Clock, FakeRunner, LetterDecoder, expected_tokens
+from fake_runner import VOCAB_SIZE, Clock, FakeRunner, LetterDecoder, expected_tokens
 
 BASES = [[1] * 40, [2, 3] * 20]
 """Prompts begin alike, so that they share pages where that is allowed."""
@@ -38,6 +38,7 @@ class Sent:
     prompt: Sequence[int]
     max_tokens: int
     num_outputs: int
+    stop_token: int | None
 
 
 class Harness:
@@ -46,11 +47,11 @@ class Harness:
     uids: the current version of each adapter.
     """
 
-    def __init__(self, config: SchedulerConfig, load_ticks: int) -> None:
+    def __init__(self, config: SchedulerConfig, load_ticks: int, steps_under_way: int) -> None:
         self.config = config
         self.clock = Clock()
         self.adapters = FakeAdapters(config.max_loras, load_ticks=load_ticks)
-        self.runner = FakeRunner(config, self.adapters)
+        self.runner = FakeRunner(config, self.adapters, max_steps_under_way=steps_under_way)
         self.scheduler = Scheduler(config, self.clock)
         self.engine = Engine(self.scheduler, self.runner, LetterDecoder(), max_waiting=1000)
         self.adapters.wake = self.engine.wake
@@ -71,6 +72,7 @@ class Harness:
         tenant: str = "",
         priority: int = 0,
         stream_interval: int = 1,
+        stop_token: int | None = None,
     ) -> None:
         """adapter: 0 is the base model."""
         uid = self.uids[adapter - 1] if adapter else 0
@@ -79,7 +81,10 @@ class Harness:
             request_id=f"r{len(self.sent)}",
             prompt_tokens=prompt,
             sampling=SamplingParams(temperature=0.0),
-            stop=StopParams(max_tokens=max_tokens),
+            stop=StopParams(
+                max_tokens=max_tokens,
+                stop_token_ids=frozenset() if stop_token is None else frozenset({stop_token}),
+            ),
             num_outputs=num_outputs,
             lease=lease,
             tenant=tenant,
@@ -93,7 +98,7 @@ class Harness:
             if lease is not None:
                 lease.release()
             return
-        self.sent[request.request_id] = Sent(uid, prompt, max_tokens, num_outputs)
+        self.sent[request.request_id] = Sent(uid, prompt, max_tokens, num_outputs, stop_token)
 
     def step(self) -> None:
         for delta in self.engine.step():
@@ -107,11 +112,14 @@ class Harness:
         self.step()
         assert request_id in self.usages, "an abort takes more than one step"
 
-    def fail_step(self) -> None:
-        self.runner.failures = [RuntimeError("the device is broken")]
+    def fail_step(self, *, late: bool) -> None:
+        """late: when it is read, not when it is launched."""
+        failures = self.runner.late_failures if late else self.runner.failures
+        failures.append(RuntimeError("the device is broken"))
         with capture_logs():
-            self.step()
-        self.runner.failures = []
+            for _ in range(self.runner.max_steps_under_way):
+                self.step()
+        failures.clear()
 
     def replace_adapter(self, adapter: int) -> None:
         """A new version comes, and the old one goes at once: its drain deadline has passed."""
@@ -143,6 +151,7 @@ class Harness:
             self.check_integrity()
             self.clock.advance(0.05)
         assert self.usages.keys() == self.sent.keys(), "a request starves"
+        self.step()  # reads what is still under way of outputs that have ended
         for request_id, sent in self.sent.items():
             self._check_outputs(request_id, sent)
         assert self.scheduler.kv.num_free == self.config.num_pages
@@ -168,8 +177,13 @@ class Harness:
             tokens, finish = self.tokens[request_id, index], self.finishes[request_id, index]
             num_tokens += len(tokens)
             assert tokens == expected[: len(tokens)]
-            assert self.text[request_id, index] == LetterDecoder().decode(tokens, skip_special_tokens=True)
-            if finish.reason is FinishReason.LENGTH:
+            stopped = finish.reason is FinishReason.STOP
+            visible = tokens[:-1] if stopped else tokens
+            assert sent.stop_token not in visible
+            assert self.text[request_id, index] == LetterDecoder().decode(visible, skip_special_tokens=True)
+            if stopped:
+                assert tokens[-1] == sent.stop_token
+            elif finish.reason is FinishReason.LENGTH:
                 assert len(tokens) == sent.max_tokens
             elif finish.reason is FinishReason.ERROR:
                 assert isinstance(finish.error, InternalError | FailedPreconditionError)
@@ -189,6 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
         load_ticks=st.integers(0, 3),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.integers(0, 20),
+        steps_under_way=st.integers(1, 2),
     )
     def set_up(
         self,
@@ -199,6 +214,7 @@ class EngineMachine(RuleBasedStateMachine):
         load_ticks: int,
         max_num_seqs: int,
         spare_budget: int,
+        steps_under_way: int,
     ) -> None:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -210,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             enable_prefix_caching=caching,
         )
-        self.harness = Harness(config, load_ticks)
+        self.harness = Harness(config, load_ticks, steps_under_way)
 
     @rule(
         adapter=st.integers(0, NUM_ADAPTERS),
@@ -222,6 +238,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a", "b"]),
         priority=st.sampled_from([0, 0, 0, 1]),
         stream_interval=st.integers(1, 3),
+        stop_token=st.none() | st.integers(0, VOCAB_SIZE - 1),
     )
     def submit(
         self,
@@ -234,6 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant: str,
         priority: int,
         stream_interval: int,
+        stop_token: int | None,
     ) -> None:
         self.harness.submit(
             adapter,
@@ -243,6 +261,7 @@ class EngineMachine(RuleBasedStateMachine):
             tenant=tenant,
             priority=priority,
             stream_interval=stream_interval,
+            stop_token=stop_token,
         )
 
     @rule(count=st.integers(1, 8))
@@ -259,9 +278,9 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, choice: int) -> None:
         self.harness.abort(choice)
 
-    @rule()
-    def fail_step(self) -> None:
-        self.harness.fail_step()
+    @rule(late=st.booleans())
+    def fail_step(self, late: bool) -> None:
+        self.harness.fail_step(late=late)
 
     @rule(adapter=st.integers(1, NUM_ADAPTERS))
     def replace_adapter(self, adapter: int) -> None:
@@ -299,7 +318,7 @@ def test_heavy_load(seed: int) -> None:
         enable_chunked_prefill=draw.random() < 0.7,
         enable_prefix_caching=draw.random() < 0.6,
     )
-    harness = Harness(config, load_ticks=draw.randint(0, 4))
+    harness = Harness(config, load_ticks=draw.randint(0, 4), steps_under_way=draw.randint(1, 2))
     for _ in range(250):
         event = draw.random()
         if event < 0.3:
@@ -311,11 +330,12 @@ def test_heavy_load(seed: int) -> None:
                 num_outputs=draw.choice([1, 1, 1, 3]),
                 tenant=draw.choice("abc"),
                 priority=draw.choice([0, 0, 0, 1]),
+                stop_token=draw.choice([None, draw.randrange(VOCAB_SIZE)]),
             )
         elif event < 0.32 and harness.sent:
             harness.abort(draw.randrange(10**6))
         elif event < 0.325:
-            harness.fail_step()
+            harness.fail_step(late=draw.random() < 0.5)
         elif event < 0.33:
             harness.replace_adapter(draw.randint(1, NUM_ADAPTERS))
         else:

@@ -13,7 +13,7 @@ def compute_all(pages: KvPages, sequence: Sequence) -> None:
     """As a step does that computes all that is left."""
     start = sequence.num_computed
     sequence.num_computed = sequence.num_tokens
-    pages.cache(sequence, start)
+    pages.cache(sequence, start, sequence.num_computed)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

@@ -27,7 +27,7 @@ class Cache:
         self.pages.allocate(sequence)
         sequence.num_cached = sequence.num_computed
         sequence.num_computed = sequence.num_tokens
-        self.pages.cache(sequence, sequence.num_cached)
+        self.pages.cache(sequence, sequence.num_cached, sequence.num_tokens)
         self.held.append(sequence)
         self.pages.check_integrity(self.held)
         return sequence
@@ -99,7 +99,7 @@ def test_output_is_found_too(cache: Cache) -> None:
         sequence.tokens.append(token)
         assert cache.pages.extend(sequence)
         sequence.num_computed = sequence.num_tokens
-        cache.pages.cache(sequence, sequence.num_tokens - 1)
+        cache.pages.cache(sequence, sequence.num_tokens - 1, sequence.num_tokens)
     cache.end(sequence)
     assert cache.num_found(range(14)) == 12
 
@@ -166,7 +166,7 @@ def test_two_that_compute_the_same_at_once(cache: Cache) -> None:
         cache.pages.allocate(sequence)
     for sequence in both:
         sequence.num_computed = 9
-        cache.pages.cache(sequence, 0)
+        cache.pages.cache(sequence, 0, 9)
     cache.pages.check_integrity(both)
     assert not set(both[0].pages) & set(both[1].pages)
     cache.pages.free(both[0])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.step_inputs import LoraPool
+from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.config import load_decoder_config
 from deltaplane_server.models.decoder import Decoder
 from deltaplane_server.models.weights import Checkpoint
@@ -45,7 +46,7 @@ class Driver:
         decoder = Decoder(config, Checkpoint.open(self.folder), self.dtype, CPU)
         self.cache = KVCache(config, num_pages=self.num_pages, page_size=PAGE, dtype=self.dtype, device=CPU)
         self.cache.pages.fill_(torch.nan)
-        self.runner = ModelRunner(decoder, self.cache, self.lora_pool)
+        self.runner = ModelRunner(decoder, self.cache, TokenFeed(64, 4096, CPU), self.lora_pool)
         self.free = list(range(self.num_pages))
         random.Random(0).shuffle(self.free)
         self._ids = iter(range(1, 1_000_000))
@@ -59,6 +60,12 @@ class Driver:
 
     def step(self, parts: Iterable[tuple[TokenSequence, int]]) -> list[SampledToken]:
         """Computes the next so many tokens of each sequence, and appends the tokens that were drawn."""
+        sampled = self.launch(parts)
+        self.read(sampled)
+        return sampled
+
+    def launch(self, parts: Iterable[tuple[TokenSequence, int]]) -> list[SampledToken]:
+        """Computes them; the tokens that were drawn are pending."""
         scheduled = []
         for sequence, count in parts:
             start = sequence.num_computed
@@ -72,15 +79,29 @@ class Driver:
         assert [s.sequence for s in sampled] == [s.sequence for s in scheduled if s.samples]
         for s in scheduled:
             s.sequence.num_computed = s.end
+            s.sequence.num_pending += s.samples
+        return sampled
+
+    def read(self, sampled: list[SampledToken]) -> None:
+        """Appends tokens that were drawn."""
         for token in sampled:
+            token.sequence.num_pending -= 1
             token.sequence.tokens.append(token.token_id)
         self.steps.append(sampled)
-        return sampled
 
     def run(self, sequences: Sequence[TokenSequence], num_new: int, chunk: int = 10_000) -> None:
         """Until each has num_new tokens more than its prompt; at most `chunk` tokens of a sequence a step."""
         while waiting := [s for s in sequences if s.num_output < num_new]:
             self.step((s, min(chunk, s.num_tokens - s.num_computed)) for s in waiting)
+
+    def run_ahead(self, sequences: Sequence[TokenSequence], num_new: int) -> None:
+        """As run(), with each step launched before the tokens of the one before it are known."""
+        unread: list[SampledToken] = []
+        while waiting := [s for s in sequences if s.num_drawn < num_new]:
+            drawn = self.launch((s, s.num_tokens - s.num_computed) for s in waiting)
+            self.read(unread)
+            unread = drawn
+        self.read(unread)
 
     def preempt(self, sequence: TokenSequence) -> None:
         self.free = sequence.pages + self.free
@@ -204,6 +225,27 @@ ROPES: dict[str, dict[str, Any]] = {
 def test_rope_scalings_equal_transformers(tmp_path: Path, kind: str) -> None:
     folder = make_tiny_model(tmp_path, "llama", rope_parameters={"rope_theta": 500.0, **ROPES[kind]})
     check_family(folder, lengths=(5, 130, 300), chunk=61)
+
+
+def test_a_step_goes_on_from_tokens_that_are_not_read_yet(llama: Path) -> None:
+    """Sequences come and go, so that what a step drew for one lies in another row of the next step."""
+    driver = Driver(llama)
+    prompts = [prompt(length) for length in LENGTHS]
+    sequences = [driver.sequence(tokens) for tokens in prompts]
+    driver.run_ahead(sequences[:3], 2)
+    driver.run_ahead(sequences[1:], 4)
+    driver.run_ahead(sequences[::-1], NUM_NEW)
+    for sequence, expected in zip(sequences, reference(llama, prompts), strict=True):
+        check(driver, sequence, expected)
+
+
+def test_a_pending_token_is_that_of_the_step_before(llama: Path) -> None:
+    driver = Driver(llama)
+    one, other = driver.sequence(prompt(5)), driver.sequence(prompt(7))
+    driver.launch([(one, 5)])
+    driver.step([(other, 7)])
+    with pytest.raises(KeyError):
+        driver.launch([(one, 1)])
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 299])

@@ -84,7 +84,9 @@ class Driver:
         plan = self.scheduler.schedule()
         self.plans.append(plan)
         if plan:
-            sampled = self.runner.submit(plan).result()
+            step = self.runner.submit(plan)
+            self.scheduler.launch(plan)
+            sampled = step.result()
             self.scheduler.commit(plan, sampled)
             for token in sampled:
                 self.first_token_at.setdefault(token.sequence.id, self.clock())

@@ -110,8 +110,14 @@ class StepHandle(Protocol):
 class Runner(Protocol):
     """Computes steps. The only face of tensors towards the engine; called by the engine thread alone."""
 
+    @property
+    def max_steps_under_way(self) -> int:
+        """1, or 2 where a step may be submitted before the one before it has been read: its decodes then go
+        on from tokens that the runner alone knows (Sequence.num_pending)."""
+        ...
+
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Starts a step."""
+        """Starts a step. Steps are computed in the order in which they are submitted."""
         ...
 
     def forget(self, sequence: TokenSequence) -> None:

@@ -1,6 +1,7 @@
 """The engine: a thread that makes step after step, and the calls by which others hand it work."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,6 +24,7 @@ from deltaplane_server.engine.api import (
     OutputDelta,
     Runner,
     SilentObserver,
+    StepHandle,
     TokenDecoder,
 )
 from deltaplane_server.engine.output import Output
@@ -58,8 +60,21 @@ class _Inbox:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step under way."""
+
+    plan: StepPlan
+    handle: StepHandle
+
+
 class Engine:
     """Makes tokens for requests, many at a time.
+
+    A runner that computes while the host does other things has the next step launched before the tokens of
+    the one before it are read, so that it never waits for the host (asynchronous scheduling, as in vLLM and
+    NanoFlow, Zhu et al., 2024). What an output that ends by its text or by a stop token would compute in that
+    next step is thrown away; what it held is given back when that step has been read.
 
     submit, abort, abort_adapter, forget_adapter, wake, stats, drain and stop may be called from any thread.
     Everything else happens on the engine's own thread, or on the caller's of step() where start() is not
@@ -85,6 +100,9 @@ class Engine:
         self._sequence_ids = count(1)
         self._outputs: dict[int, tuple[RequestState, Output]] = {}
         self._outbox: list[OutputDelta] = []
+        self._under_way: deque[_Step] = deque()
+        self._ending: list[Sequence] = []
+        self._last_read = 0.0
         self._is_idle = False
         self._thread: threading.Thread | None = None
 
@@ -198,10 +216,11 @@ class Engine:
     # What the engine's thread does.
 
     def step(self) -> list[OutputDelta]:
-        """Takes in what was asked for and makes one step; returns what is new."""
+        """Takes in what was asked for, launches a step and reads one; returns what is new."""
         plan = self._schedule()
-        sampled = self._run(plan)
-        return self._postprocess(plan, sampled)
+        self._launch(plan)
+        self._read(until=self._runner.max_steps_under_way - 1 if plan else 0)
+        return self._take_deltas(plan)
 
     def check_integrity(self) -> None:
         """Asserts that the books balance. Call between steps, on the engine's thread."""
@@ -213,6 +232,8 @@ class Engine:
         open_ids = {o.sequence.id for s in states.values() for o in s.outputs if not o.is_finished}
         assert open_ids == self._outputs.keys()
         assert open_ids == {sequence.id for sequence in self._scheduler.sequences()}
+        assert all(sequence.num_steps for sequence in self._ending), "something is not given back"
+        assert len(self._under_way) < self._runner.max_steps_under_way
 
     def _loop(self, deliver: Deliver) -> None:
         try:
@@ -230,7 +251,7 @@ class Engine:
             if self._is_idle:
                 timeout = _RECHECK_S if self._scheduler.num_waiting else None
                 self._changed.wait_for(lambda: self._inbox or self._stopping, timeout)
-            return bool(self._requests) or not self._stopping
+            return bool(self._requests or self._under_way) or not self._stopping
 
     def _schedule(self) -> StepPlan:
         with self._changed:
@@ -254,23 +275,8 @@ class Engine:
             return []
         return [state for state in self._requests.values() if state.adapter_uid in uids]
 
-    def _run(self, plan: StepPlan) -> list[SampledToken]:
-        """Has the step computed. An error of the runner ends the sequences of this step, and no others."""
-        if not plan:
-            return []
-        try:
-            sampled = self._runner.submit(plan).result()
-        except Exception:
-            log.exception("step_failed", num_sequences=len(plan.scheduled), num_tokens=plan.num_tokens)
-            error = InternalError("a step of the model failed; the server's log has the details")
-            for part in plan.scheduled:
-                self._finish(part.sequence, Finish(FinishReason.ERROR, error=error))
-            return []
-        self._scheduler.commit(plan, sampled)
-        return sampled
-
-    def _postprocess(self, plan: StepPlan, sampled: list[SampledToken]) -> list[OutputDelta]:
-        now = self._clock()
+    def _launch(self, plan: StepPlan) -> None:
+        """Starts a step, and takes note of what planning it has changed."""
         for sequence in plan.started:
             if sequence.id in self._outputs:
                 self._no_longer_waiting(self._outputs[sequence.id][0])
@@ -278,17 +284,56 @@ class Engine:
             self._observer.on_preemption()
         for sequence, reason in plan.failed:
             self._finish(sequence, Finish(FinishReason.ERROR, error=_as_ours(reason)))
+        if not plan:
+            return
+        try:
+            handle = self._runner.submit(plan)
+        except Exception:
+            self._fail(plan)
+            return
+        self._scheduler.launch(plan)
+        self._under_way.append(_Step(plan, handle))
+
+    def _read(self, until: int) -> None:
+        """Waits for the oldest step, unless at most `until` are under way, and takes in its tokens."""
+        if len(self._under_way) <= until:
+            return
+        step = self._under_way.popleft()
+        try:
+            sampled = step.handle.result()
+        except Exception:
+            self._scheduler.abandon(step.plan)
+            self._fail(step.plan)
+            sampled = []
+        else:
+            self._scheduler.commit(step.plan, sampled)
+        now = self._clock()
         for token in sampled:
-            self._take_token(token, now)
+            if token.sequence.id in self._outputs:
+                self._take_token(token, now)
+        self._give_back_ended()
+        self._observe_step(step.plan, now)
+
+    def _fail(self, plan: StepPlan) -> None:
+        """An error of the runner ends the sequences of the step, and no others."""
+        log.exception("step_failed", num_sequences=len(plan.scheduled), num_tokens=plan.num_tokens)
+        error = InternalError("a step of the model failed; the server's log has the details")
+        for part in plan.scheduled:
+            self._finish(part.sequence, Finish(FinishReason.ERROR, error=error))
+
+    def _observe_step(self, plan: StepPlan, now: float) -> None:
+        """A step lasts from its plan, or from the end of the one before it, to its end."""
+        self._observer.on_step(
+            seconds=now - max(plan.time, self._last_read),
+            num_tokens=plan.num_tokens,
+            num_decodes=plan.num_decodes,
+            num_adapters=len({part.slot for part in plan.scheduled} - {NO_SLOT}),
+        )
+        self._last_read = now
+
+    def _take_deltas(self, plan: StepPlan) -> list[OutputDelta]:
         deltas, self._outbox = self._outbox, []
-        self._is_idle = not plan and not deltas
-        if plan:
-            self._observer.on_step(
-                seconds=now - plan.time,
-                num_tokens=plan.num_tokens,
-                num_decodes=plan.num_decodes,
-                num_adapters=len({part.slot for part in plan.scheduled} - {NO_SLOT}),
-            )
+        self._is_idle = not plan and not deltas and not self._under_way
         return deltas
 
     def _take_token(self, token: SampledToken, now: float) -> None:
@@ -318,14 +363,13 @@ class Engine:
             self._finish(output.sequence, finish)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        """Ends an output and gives back all that it held; with the last one, its request. Idempotent."""
+        """Ends an output, which gives all that it held back; with the last one, its request. Idempotent."""
         if sequence.id not in self._outputs:
             return
         state, output = self._outputs.pop(sequence.id)
         self._scheduler.finish(sequence)
-        self._runner.forget(sequence)
-        if sequence.lease is not None:
-            sequence.lease.release()
+        self._ending.append(sequence)
+        self._give_back_ended()
         is_last = all(other.is_finished for other in state.outputs if other is not output)
         usage = state.usage(self._clock()) if is_last else None
         self._outbox.append(output.take_delta(finish, usage))
@@ -335,6 +379,18 @@ class Engine:
             with self._changed:
                 del self._requests[state.request.request_id]
                 self._changed.notify_all()
+
+    def _give_back_ended(self) -> None:
+        """Gives back what ended sequences still held for the steps under way, where those have been read."""
+        still_ending = []
+        for sequence in self._ending:
+            if sequence.num_steps:
+                still_ending.append(sequence)
+                continue
+            self._runner.forget(sequence)
+            if sequence.lease is not None:
+                sequence.lease.release()
+        self._ending = still_ending
 
     def _no_longer_waiting(self, state: RequestState) -> None:
         with self._changed:
@@ -379,6 +435,9 @@ class Engine:
             states, self._requests = list(self._requests.values()), {}
             self._changed.notify_all()
         deltas, self._outbox = self._outbox, []
+        for sequence in self._ending:
+            if sequence.lease is not None:
+                sequence.lease.release()
         for state in states:
             still_open = [output for output in state.outputs if not output.is_finished]
             for output in still_open:

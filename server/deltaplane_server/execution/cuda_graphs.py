@@ -14,7 +14,8 @@ from torch import Tensor
 
 from deltaplane_kernels.attention import DecodePlan
 from deltaplane_server.execution.kv_cache import KVCache
-from deltaplane_server.execution.step_inputs import on_device, segments, token_runs
+from deltaplane_server.execution.step_inputs import segments, token_runs
+from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep
 from deltaplane_server.scheduling.plan import ScheduledSequence, StepPlan
@@ -65,31 +66,29 @@ def graph_bytes(
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """tokens: [B], int64, the likeliest. logits: [B, vocab_size], float32. Good until the next decode."""
+    """Of B rows, good until the next decode.
 
-    tokens: Tensor
+    inputs: [B], int64, the tokens that the step went on from.
+    likeliest: [B], int64, which are also the first of the feed's drawn ones.
+    logits: [B, vocab_size], float32.
+    """
+
+    inputs: Tensor
+    likeliest: Tensor
     logits: Tensor
+
+    def first(self, num_rows: int) -> "DecodeOutput":
+        return DecodeOutput(self.inputs[:num_rows], self.likeliest[:num_rows], self.logits[:num_rows])
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """The inputs and outputs of the graphs of one batch size, and the graphs by whether they have LoRA."""
 
-    tokens: Tensor
     attention: DecodePlan
     lora: LoraStep | None
     output: DecodeOutput
     graphs: dict[bool, torch.cuda.CUDAGraph]
-
-    def inputs(self, with_lora: bool) -> DecoderInputs:
-        assert self.attention.index is not None
-        lora = self.lora if with_lora else None
-        return DecoderInputs(self.tokens, self.attention.index.positions, self.attention, lora)
-
-    def fill(self, scheduled: Sequence[ScheduledSequence]) -> None:
-        self.attention.fill(token_runs(scheduled))
-        tokens = [s.sequence.tokens[s.start] for s in scheduled]
-        self.tokens[: len(tokens)].copy_(on_device(tokens, self.tokens.device))
 
 
 class DecodeGraphs:
@@ -97,17 +96,27 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, lora_pool: GraphLoraPool | None, *, max_num_seqs: int
+        self,
+        decoder: Decoder,
+        kv_cache: KVCache,
+        feed: TokenFeed,
+        lora_pool: GraphLoraPool | None,
+        *,
+        max_num_seqs: int,
     ) -> None:
-        """Captures them all; no kernel is compiled and nothing is allocated after that."""
+        """Captures them all; no kernel is compiled and nothing is allocated after that.
+
+        feed: holds the tokens of the largest batch.
+        """
         self._decoder = decoder
         self._kv_cache = kv_cache
+        self._feed = feed
         self._lora_pool = lora_pool
         sizes = batch_sizes(max_num_seqs)
         device, vocab_size = decoder.device, decoder.config.vocab_size
-        self._tokens = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._output = DecodeOutput(
             torch.zeros(sizes[-1], dtype=torch.int64, device=device),
+            feed.drawn,
             torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=device),
         )
         self._batches: dict[int, _Batch] = {}
@@ -120,14 +129,16 @@ class DecodeGraphs:
     def run(self, scheduled: Sequence[ScheduledSequence]) -> DecodeOutput:
         """Starts a step of decodes on the current stream.
 
-        Errors: ValueError where the pages of a sequence do not hold its tokens.
+        Errors: ValueError where the pages of a sequence do not hold its tokens; as TokenFeed.send.
         """
         num_rows = len(scheduled)
-        batch = self._batches[min(size for size in self._batches if size >= num_rows)]
+        size = min(size for size in self._batches if size >= num_rows)
+        batch = self._batches[size]
         with_lora = self._lora_pool is not None and self._lora_pool.step(segments(scheduled)) is not None
-        batch.fill(scheduled)
+        batch.attention.fill(token_runs(scheduled))
+        self._feed.send(scheduled, size)
         batch.graphs[with_lora].replay()
-        return DecodeOutput(batch.output.tokens[:num_rows], batch.output.logits[:num_rows])
+        return batch.output.first(num_rows)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """The largest first: the others then do with the memory that it took."""
@@ -138,7 +149,8 @@ class DecodeGraphs:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             for size in reversed(sizes):
                 batch = self._batches[size] = self._make_batch(size)
-                batch.fill([])
+                batch.attention.fill([])
+                self._feed.send([], size)
                 for with_lora in [False] if self._lora_pool is None else [False, True]:
                     self._compute(batch, with_lora)  # compiles kernels, and takes workspaces
                     graph = batch.graphs[with_lora] = torch.cuda.CUDAGraph()
@@ -156,10 +168,17 @@ class DecodeGraphs:
             device=self._decoder.device,
         )
         lora = self._lora_pool.graph_step(size) if self._lora_pool is not None else None
-        output = DecodeOutput(self._output.tokens[:size], self._output.logits[:size])
-        return _Batch(self._tokens[:size], attention, lora, output, {})
+        return _Batch(attention, lora, self._output.first(size), {})
 
     def _compute(self, batch: _Batch, with_lora: bool) -> None:
-        hidden = self._decoder.forward(batch.inputs(with_lora), self._kv_cache.pages)
-        self._decoder.logits(hidden, out=batch.output.logits)
-        torch.argmax(batch.output.logits, -1, out=batch.output.tokens)
+        assert batch.attention.index is not None
+        output = batch.output
+        inputs = DecoderInputs(
+            self._feed.tokens(len(output.inputs), out=output.inputs),
+            batch.attention.index.positions,
+            batch.attention,
+            batch.lora if with_lora else None,
+        )
+        hidden = self._decoder.forward(inputs, self._kv_cache.pages)
+        self._decoder.logits(hidden, out=output.logits)
+        torch.argmax(output.logits, -1, out=output.likeliest)

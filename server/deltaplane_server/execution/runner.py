@@ -1,9 +1,11 @@
 """Computes steps: from a plan of tokens to the tokens that follow."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from deltaplane_server.execution.cuda_graphs import DecodeGraphs
 from deltaplane_server.execution.kv_cache import KVCache
@@ -15,6 +17,7 @@ from deltaplane_server.execution.step_inputs import (
     opened_pages,
     sampling_rows,
 )
+from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.decoder import Decoder
 from deltaplane_server.scheduling.plan import SampledToken, StepPlan
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
@@ -40,30 +43,40 @@ class ModelRunner:
     """The decoder, its KV pages, its adapters and the sampler on one device (engine.api.Runner).
 
     On a CPU a step is computed inside submit(). On a GPU submit() launches it, decodes as a graph where
-    there are graphs, and a step's tokens are copied to the host while the caller does other things.
+    there are graphs, and a step's tokens are copied to the host while the caller does other things, such as
+    submitting the next one.
 
+    feed: holds the tokens of the largest step.
     lora_pool: None serves the base model alone.
-    graphs: of this decoder, these pages and adapters; None launches each kernel of a step.
+    graphs: of this decoder, this feed, these pages and adapters; None launches each kernel of a step.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         kv_cache: KVCache,
+        feed: TokenFeed,
         lora_pool: LoraPool | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
+        self._feed = feed
         self._graphs = graphs
-        self._inputs = StepInputs(decoder, kv_cache.layout, lora_pool)
+        self._inputs = StepInputs(decoder, kv_cache.layout, feed, lora_pool)
         self._sampler = Sampler()
+
+    @property
+    def max_steps_under_way(self) -> int:
+        """See engine.api.Runner."""
+        return 1 if self._decoder.device.type == "cpu" else 2
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> RunningStep:
         """Starts a step. The pages of `plan` must hold all its tokens.
 
-        Errors: ValueError when they do not.
+        Errors: ValueError when they do not, KeyError for a pending token of a sequence that had no part in
+        the step before.
         """
         if not plan:
             return RunningStep(None)
@@ -80,8 +93,9 @@ class ModelRunner:
         output = graphs.run(plan.scheduled)
         sequences = [s.sequence for s in plan.scheduled]
         if all(draws_likeliest(sequence) for sequence in sequences):
-            return SampledBatch(sequences, output.tokens, None)
-        return self._sampler.sample(output.logits, sequences)
+            self._feed.keep(sequences, None)
+            return SampledBatch(sequences, output.likeliest, None)
+        return self._sample(output.logits, sequences, output.inputs)
 
     def _compute(self, plan: StepPlan) -> SampledBatch | None:
         """None where nothing is sampled."""
@@ -91,9 +105,19 @@ class ModelRunner:
         hidden = self._decoder.forward(inputs, self._kv_cache.pages)
         rows, sequences = sampling_rows(plan.scheduled)
         if not rows:
+            self._feed.keep([], None)
             return None
-        logits = self._decoder.logits(hidden.index_select(0, on_device(rows, self._decoder.device)))
-        return self._sampler.sample(logits, sequences)
+        last = on_device(rows, self._decoder.device)
+        logits = self._decoder.logits(hidden.index_select(0, last))
+        return self._sample(logits, sequences, inputs.tokens.index_select(0, last))
+
+    def _sample(
+        self, logits: Tensor, sequences: Sequence[TokenSequence], last_tokens: Tensor
+    ) -> SampledBatch:
+        """last_tokens: [R], each sequence's last one, which the host may not know yet."""
+        batch = self._sampler.sample(logits, sequences, last_tokens)
+        self._feed.keep(sequences, batch.tokens)
+        return batch
 
     def _to_host(self, batch: SampledBatch | None) -> RunningStep:
         if batch is None or self._decoder.device.type == "cpu":

@@ -87,7 +87,9 @@ class Sampler:
         self._generators: dict[int, torch.Generator] = {}
         self._counts: dict[int, TokenCounts] = {}
 
-    def sample(self, logits: Tensor, sequences: Sequence[TokenSequence]) -> SampledBatch:
+    def sample(
+        self, logits: Tensor, sequences: Sequence[TokenSequence], unread: Tensor | None = None
+    ) -> SampledBatch:
         """logits: [R, V], float32, what the model says after each sequence's last token; overwritten."""
         reported = [row for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
         logprobs = logits[reported].log_softmax(-1) if reported else None

@@ -17,6 +17,7 @@ from deltaplane_server.execution.cuda_graphs import DecodeGraphs, batch_sizes, g
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.memory import MemoryPlan, MemoryShare, memory_budget, plan_memory
 from deltaplane_server.execution.runner import ModelRunner
+from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.decoder import Decoder, decoder_bytes
 from deltaplane_server.models.weights import WeightSource
@@ -74,8 +75,9 @@ def set_up(
     kv_cache = KVCache(
         model, num_pages=memory.num_kv_pages, page_size=config.page_size, dtype=dtype, device=device
     )
+    feed = TokenFeed(max(config.max_num_seqs, batch_sizes(config.max_num_seqs)[-1]), max_tokens, device)
     return Execution(
-        runner=_make_runner(config, decoder, kv_cache, pool if config.enable_lora else None),
+        runner=_make_runner(config, decoder, kv_cache, feed, pool if config.enable_lora else None),
         pool=pool,
         scheduler=replace(limits, num_pages=memory.num_kv_pages),
         memory=memory,
@@ -97,16 +99,16 @@ def _make_pool(
 
 
 def _make_runner(
-    config: EngineConfig, decoder: Decoder, kv_cache: KVCache, pool: AdapterPool | None
+    config: EngineConfig, decoder: Decoder, kv_cache: KVCache, feed: TokenFeed, pool: AdapterPool | None
 ) -> ModelRunner:
     device = decoder.device
     if device.type == "cpu":
-        return ModelRunner(decoder, kv_cache, pool)
+        return ModelRunner(decoder, kv_cache, feed, pool)
     begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-    graphs = DecodeGraphs(decoder, kv_cache, pool, max_num_seqs=config.max_num_seqs)
+    graphs = DecodeGraphs(decoder, kv_cache, feed, pool, max_num_seqs=config.max_num_seqs)
     taken = free - torch.cuda.mem_get_info(device)[0]
     log.info("server.graphs", seconds=round(time.monotonic() - begin, 1), taken=f"{taken / _MIB:.0f} MiB")
-    return ModelRunner(decoder, kv_cache, pool, graphs)
+    return ModelRunner(decoder, kv_cache, feed, pool, graphs)
 
 
 def _cuda_shares(

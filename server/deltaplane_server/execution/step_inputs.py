@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun
+from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep
 from deltaplane_server.scheduling.plan import ScheduledSequence
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
@@ -23,14 +24,17 @@ class LoraPool(Protocol):
 class StepInputs:
     """Makes the inputs of steps of any shape."""
 
-    def __init__(self, decoder: Decoder, layout: KVLayout, lora_pool: LoraPool | None) -> None:
+    def __init__(
+        self, decoder: Decoder, layout: KVLayout, feed: TokenFeed, lora_pool: LoraPool | None
+    ) -> None:
         self._decoder = decoder
+        self._feed = feed
         self._layout = layout
         self._lora_pool = lora_pool
         self._windows = frozenset(decoder.config.windows)
 
     def of(self, scheduled: Sequence[ScheduledSequence]) -> DecoderInputs:
-        """Errors: ValueError where the pages of a sequence do not hold its tokens."""
+        """Errors: ValueError where the pages of a sequence do not hold its tokens; as TokenFeed.send."""
         device = self._decoder.device
         attention = AttentionPlan(
             token_runs(scheduled),
@@ -42,9 +46,10 @@ class StepInputs:
         lora = None
         if self._lora_pool is not None:
             lora = self._lora_pool.step(segments(scheduled))
-        tokens = [token for s in scheduled for token in s.sequence.tokens[s.start : s.end]]
         positions = [position for s in scheduled for position in range(s.start, s.end)]
-        return DecoderInputs(on_device(tokens, device), on_device(positions, device), attention, lora)
+        self._feed.send(scheduled, len(positions))
+        tokens = self._feed.tokens(len(positions))
+        return DecoderInputs(tokens, on_device(positions, device), attention, lora)
 
 
 def token_runs(scheduled: Iterable[ScheduledSequence]) -> list[TokenRun]:

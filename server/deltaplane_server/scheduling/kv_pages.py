@@ -79,15 +79,15 @@ class KvPages:
         sequence.pages.append(self._take())
         return True
 
-    def cache(self, sequence: Sequence, start: int) -> None:
-        """Lets the pages that became full since `start` tokens were computed be found by others."""
+    def cache(self, sequence: Sequence, start: int, end: int) -> None:
+        """Lets the pages that tokens `start` to `end`, now computed, have filled up be found by others."""
         if not self.enable_prefix_caching:
             return
-        first, end = start // self.page_size, sequence.num_computed // self.page_size
-        if first == end:
+        pages = range(start // self.page_size, end // self.page_size)
+        if not pages:
             return
         table = self._tables.setdefault(sequence.adapter_uid, {})
-        for index in range(first, end):
+        for index in pages:
             page, digest = sequence.pages[index], self._digest(sequence, index)
             if table.setdefault(digest, page) == page:
                 self._keys[page] = (sequence.adapter_uid, digest)

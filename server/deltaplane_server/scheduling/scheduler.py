@@ -52,8 +52,14 @@ class _Draft:
 class Scheduler:
     """Owns the sequences that wait and run, and their KV pages. Used by one thread.
 
-    A caller adds sequences, then over and over asks for a plan, has it computed, hands the drawn tokens back
-    with `commit`, and ends with `finish` each sequence that is done, aborted or failed.
+    A caller adds sequences, then over and over asks for a plan, launches it, hands the drawn tokens back with
+    `commit`, and ends with `finish` each sequence that is done, aborted or failed.
+
+    The next step may be planned, and launched, before the tokens of the one before it are known: a decode
+    needs to know that there is a token, not which one. Steps are computed in the order of their launch, so
+    KV pages that come back while a step still writes to them may be given away at once: whoever gets them is
+    computed later. Adapters are loaded beside the steps, so a lease stays active until the last step of its
+    sequence has been read.
 
     clock: seconds, never going back.
     """
@@ -86,7 +92,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step; empty where nothing can run.
 
-        It must be computed and committed before the next one is asked for.
+        It must be launched, or its sequences finished, before the next one is asked for.
         """
         draft = _Draft(StepPlan(time=self.clock()), self.config.max_step_tokens)
         self._ask_for_arrivals(draft)
@@ -96,17 +102,37 @@ class Scheduler:
             self._start_waiting(draft)
         return draft.finish()
 
-    def commit(self, plan: StepPlan, sampled: Iterable[SampledToken]) -> None:
-        """Takes note that a step was computed and of the tokens that were drawn."""
+    def launch(self, plan: StepPlan) -> None:
+        """Takes note that a step is under way."""
         for part in plan.scheduled:
-            part.sequence.num_computed = part.end
-            self.kv.cache(part.sequence, part.start)
+            sequence = part.sequence
+            sequence.num_computed = part.end
+            sequence.num_steps += 1
+            sequence.num_pending += part.samples
+
+    def commit(self, plan: StepPlan, sampled: Iterable[SampledToken]) -> None:
+        """Takes note that the oldest step under way was computed, and of the tokens that were drawn; those of
+        sequences that have ended meanwhile count for nothing."""
+        for part in plan.scheduled:
+            if part.sequence.status is SequenceStatus.RUNNING:
+                self.kv.cache(part.sequence, part.start, part.end)
+        self.abandon(plan)
         for token in sampled:
-            token.sequence.tokens.append(token.token_id)
-            self._waiting.charge(token.sequence.tenant, OUTPUT_TOKEN_COST)
+            if token.sequence.status is not SequenceStatus.FINISHED:
+                token.sequence.tokens.append(token.token_id)
+                self._waiting.charge(token.sequence.tenant, OUTPUT_TOKEN_COST)
+
+    def abandon(self, plan: StepPlan) -> None:
+        """Takes note that a step under way has ended, whatever became of it."""
+        for part in plan.scheduled:
+            sequence = part.sequence
+            sequence.num_steps -= 1
+            sequence.num_pending -= part.samples
+            if sequence.status is SequenceStatus.WAITING and not sequence.num_steps:
+                _deactivate(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Takes back all that a sequence has, whatever it was doing. Idempotent."""
+        """Takes back all that a sequence has, whatever it was doing, but not its lease. Idempotent."""
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
         elif sequence.status is SequenceStatus.WAITING:
@@ -146,7 +172,8 @@ class Scheduler:
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.pages
             assert sequence.num_computed == 0
-            assert sequence.lease is None or sequence.lease.slot is None, "a waiting lease is active"
+            if sequence.lease is not None and not sequence.num_steps:
+                assert sequence.lease.slot is None, "a waiting lease is active"
 
     def _ask_for_arrivals(self, draft: _Draft) -> None:
         """Has cold adapters loaded while their first sequences wait for their turn."""
@@ -162,7 +189,7 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             sequence = self._running[index]
-            if sequence.num_tokens - sequence.num_computed > 1:
+            if sequence.num_tokens - sequence.num_computed > 1 or _has_all_tokens(sequence):
                 index += 1
             elif self.kv.extend(sequence):
                 draft.add(sequence, 1)
@@ -190,6 +217,8 @@ class Scheduler:
         for sequence in self._waiting.in_order(closed):
             if not self._has_room(draft) or draft.budget < self._least_chunk(sequence):
                 break
+            if sequence.num_steps:  # preempted; the step under way is to be read before it has other pages
+                continue
             if not self._fits(sequence):
                 if sequence.blocked_since is None:
                     sequence.blocked_since = now
@@ -269,7 +298,18 @@ class Scheduler:
         sequence.slot = NO_SLOT
         if sequence.lease is not None:
             self._gate.stopped(sequence.adapter_uid)
-            sequence.lease.deactivate()
+        if not sequence.num_steps:
+            _deactivate(sequence)
+
+
+def _deactivate(sequence: Sequence) -> None:
+    if sequence.lease is not None:
+        sequence.lease.deactivate()
+
+
+def _has_all_tokens(sequence: Sequence) -> bool:
+    """Whether no further token is to be drawn, though the last one may still be on its way."""
+    return sequence.num_drawn >= sequence.stop.max_tokens
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -19,8 +19,10 @@ class Sequence:
 
     id: unique in this process.
     request_id, index: the request and which of its outputs this is.
-    tokens: prompt and output together; grows as tokens are drawn.
-    num_computed: tokens whose KV is in `pages`; 0 after a preemption.
+    tokens: prompt and output together, as far as the host knows them; grows as steps are read.
+    num_pending: tokens drawn by steps under way, which `tokens` lacks: the device knows them alone.
+    num_steps: steps under way that compute tokens of this sequence.
+    num_computed: tokens whose KV is in `pages`, or will be after the steps under way; 0 after a preemption.
     pages: KV page ids, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
     lease: the adapter version that answers; None for the base model.
     slot: the adapter's slot while running; -1 for the base model.
@@ -45,6 +47,8 @@ class Sequence:
 
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
+    num_pending: int = 0
+    num_steps: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
@@ -56,11 +60,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.tokens)
+        """Tokens that there are, pending ones included."""
+        return len(self.tokens) + self.num_pending
 
     @property
     def num_output(self) -> int:
+        """Output tokens that the host knows."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_drawn(self) -> int:
+        """Output tokens that there are, pending ones included."""
+        return self.num_tokens - self.num_prompt
 
     @property
     def output_tokens(self) -> list[int]:
