@@ -46,10 +46,16 @@ class StepInputs:
         lora = None
         if self._lora_pool is not None:
             lora = self._lora_pool.step(segments(scheduled))
-        positions = [position for s in scheduled for position in range(s.start, s.end)]
-        self._feed.send(scheduled, len(positions))
-        tokens = self._feed.tokens(len(positions))
-        return DecoderInputs(tokens, on_device(positions, device), attention, lora)
+        num_tokens = attention.num_tokens
+        self._feed.send(scheduled, num_tokens)
+        return DecoderInputs(self._feed.tokens(num_tokens), _positions(scheduled, attention), attention, lora)
+
+
+def _positions(scheduled: Iterable[ScheduledSequence], attention: AttentionPlan) -> Tensor:
+    """[T]. On a GPU attention has them already."""
+    if attention.index is not None:
+        return attention.index.positions
+    return torch.tensor([position for s in scheduled for position in range(s.start, s.end)])
 
 
 def token_runs(scheduled: Iterable[ScheduledSequence]) -> list[TokenRun]:

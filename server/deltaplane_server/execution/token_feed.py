@@ -6,6 +6,7 @@ stay on the device, and a step's input picks them up there.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,17 +36,23 @@ class TokenFeed:
         num_rows: at least as many as the step has tokens; rows after these are token 0.
         Errors: KeyError for a token that the host does not know and the last step did not draw.
         """
-        num_drawn = len(self.drawn)
+        first = len(self.drawn)
         tokens: list[int] = []
-        places = list(range(num_drawn, num_drawn + num_rows))
+        pending: list[tuple[int, int]] = []
         for part in scheduled:
             tokens += part.sequence.tokens[part.start : part.end]
             if part.end > len(part.sequence.tokens):
-                places[len(tokens)] = self._drawn_places[part.sequence.id]
+                pending.append((len(tokens), self._drawn_places[part.sequence.id]))
                 tokens.append(0)
-        tokens += [0] * (num_rows - len(tokens))
-        block = torch.tensor(tokens + places, pin_memory=self._block.device.type == "cuda")
-        self._block[num_drawn : num_drawn + 2 * num_rows].copy_(block, non_blocking=True)
+        block = torch.empty(2 * num_rows, dtype=torch.int64, pin_memory=self._block.device.type == "cuda")
+        sent, places = block.numpy().reshape(2, num_rows)
+        sent[: len(tokens)] = tokens
+        sent[len(tokens) :] = 0
+        places[:] = np.arange(first, first + num_rows)
+        if pending:
+            rows, drawn_places = zip(*pending, strict=True)
+            places[list(rows)] = drawn_places
+        self._block[first : first + 2 * num_rows].copy_(block, non_blocking=True)
 
     def tokens(self, num_rows: int, out: Tensor | None = None) -> Tensor:
         """[num_rows], int64: of the step that was sent last; in a graph, of the last before its replay."""
