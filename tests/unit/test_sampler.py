@@ -1,8 +1,8 @@
 """Sampling: against transformers' own processors where they exist, and by its distribution elsewhere."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from itertools import count, pairwise, product
 from typing import Any
 
 import pytest
@@ -16,11 +16,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from deltaplane_server.engine.api import GenerationRequest
+from deltaplane_server.engine.request_state import RequestState
 from deltaplane_server.execution.sampler import Sampler, draws_likeliest
 from deltaplane_server.execution.token_counts import TokenCounts
-from deltaplane_server.execution.truncation import Limits, likeliest
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
+from fake_runner import LetterDecoder
+from sampling_cases import check_shares
 
 LARGE_VOCAB = 6000
 """More than the widest part of a vocabulary that is looked at before all of it."""
@@ -50,23 +53,13 @@ def draw(logits: torch.Tensor, *sequences: TokenSequence, sampler: Sampler | Non
     return [s.token_id for s in (sampler or Sampler()).sample(rows, sequences).to_host()]
 
 
-def shares(logits: torch.Tensor, num_draws: int = 4000, **sampling: Any) -> dict[int, float]:
-    """How often each token is drawn."""
-    sequences = [sequence(i, seed=i, **sampling) for i in range(num_draws)]
-    counts = Counter(draw(logits, *sequences))
-    return {token: count / num_draws for token, count in counts.items()}
+def many(logits: torch.Tensor, num_draws: int = 4000, **sampling: Any) -> list[int]:
+    """Draws with as many seeds."""
+    return draw(logits, *(sequence(i, seed=i, **sampling) for i in range(num_draws)))
 
 
 def softmax_shares(logits: torch.Tensor) -> dict[int, float]:
     return {token: p for token, p in enumerate(logits.softmax(-1).tolist()) if p > 0}
-
-
-def check_shares(drawn: dict[int, float], expected: dict[int, float], num_draws: int = 4000) -> None:
-    """Within five standard deviations, and nothing that must not be drawn."""
-    assert drawn.keys() <= expected.keys()
-    for token, p in expected.items():
-        tolerance = 5 * math.sqrt(p * (1 - p) / num_draws) + 1e-9
-        assert drawn.get(token, 0.0) == pytest.approx(p, abs=tolerance)
 
 
 NO_TOKENS: Any = torch.empty(0, dtype=torch.long)
@@ -79,17 +72,17 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    check_shares(shares(LOGITS), softmax_shares(LOGITS))
+    check_shares(many(LOGITS), softmax_shares(LOGITS))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_divides_the_logits(temperature: float) -> None:
     expected = TemperatureLogitsWarper(temperature)(NO_TOKENS, LOGITS[None].clone())[0]
-    check_shares(shares(LOGITS, temperature=temperature), softmax_shares(expected))
+    check_shares(many(LOGITS, temperature=temperature), softmax_shares(expected))
 
 
 def test_a_very_low_temperature_is_greedy() -> None:
-    assert shares(LOGITS * 1e4, num_draws=20, temperature=1e-30) == {1: 1.0}
+    assert set(many(LOGITS * 1e4, num_draws=20, temperature=1e-30)) == {1}
 
 
 def test_truncated_draws_follow_the_distribution() -> None:
@@ -99,63 +92,12 @@ def test_truncated_draws_follow_the_distribution() -> None:
     )
     expected = softmax_shares(processors(NO_TOKENS, LOGITS[None].clone())[0])
     assert expected.keys() == {0, 1, 2}
-    check_shares(shares(LOGITS, temperature=1.5, top_k=4, top_p=0.95, min_p=0.2), expected)
-
-
-TRUNCATIONS: list[dict[str, Any]] = [
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 300},
-    {"top_k": 4097},
-    {"top_k": LARGE_VOCAB + 5},
-    {"top_p": 1e-6},
-    {"top_p": 0.3},
-    {"top_p": 0.999},
-    {"min_p": 0.3},
-    {"min_p": 1.0},
-    {"min_p": 1e-6},
-    {"top_k": 50, "top_p": 0.8},
-    {"top_k": 5000, "top_p": 0.5, "min_p": 0.02},
-    {"top_p": 0.99, "min_p": 0.001},
-]
-
-
-def kept_by_transformers(scores: torch.Tensor, params: dict[str, Any]) -> set[int]:
-    processors = LogitsProcessorList()
-    if "top_k" in params:
-        processors.append(TopKLogitsWarper(params["top_k"]))
-    if "top_p" in params:
-        processors.append(TopPLogitsWarper(params["top_p"]))
-    if "min_p" in params:
-        processors.append(MinPLogitsWarper(params["min_p"]))
-    return set(processors(NO_TOKENS, scores[None].clone())[0].isfinite().nonzero()[:, 0].tolist())
-
-
-@pytest.mark.parametrize("vocab_size", [5, 300, LARGE_VOCAB])
-@pytest.mark.parametrize("spread", [0.5, 4.0], ids=["flat", "peaked"])
-def test_the_kept_tokens_are_those_of_transformers(vocab_size: int, spread: float) -> None:
-    """All truncations in one batch: rows that need little and rows that need the whole vocabulary."""
-    torch.manual_seed(0)
-    scores = torch.randn(len(TRUNCATIONS), vocab_size) * spread
-    scores -= scores.amax(-1, keepdim=True)
-    limits = Limits(
-        torch.tensor([t.get("top_k", 0) for t in TRUNCATIONS]),
-        torch.tensor([t.get("top_p", 1.0) for t in TRUNCATIONS]),
-        torch.tensor([t.get("min_p", 0.0) for t in TRUNCATIONS]),
-    )
-    seen = []
-    for rows, weights, ids in likeliest(scores, limits):
-        for row, weight, tokens in zip(rows.tolist(), weights, ids, strict=True):
-            seen.append(row)
-            kept = tokens[weight > 0]
-            assert set(kept.tolist()) == kept_by_transformers(scores[row], TRUNCATIONS[row]), TRUNCATIONS[row]
-            assert torch.equal(weight[weight > 0], scores[row, kept].exp())
-    assert sorted(seen) == list(range(len(TRUNCATIONS)))
+    check_shares(many(LOGITS, temperature=1.5, top_k=4, top_p=0.95, min_p=0.2), expected)
 
 
 def test_ties_with_the_kth_are_kept() -> None:
     check_shares(
-        shares(torch.tensor([2.0, 1.0, 1.0, 0.0]), top_k=2),
+        many(torch.tensor([2.0, 1.0, 1.0, 0.0]), top_k=2),
         softmax_shares(torch.tensor([2.0, 1.0, 1.0, -torch.inf])),
     )
 
@@ -176,10 +118,12 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     assert draw(logits, *sequences) == expected
 
 
-def edited(logits: torch.Tensor, *sequences: TokenSequence) -> torch.Tensor:
+def edited(
+    logits: torch.Tensor, *sequences: TokenSequence, unread: torch.Tensor | None = None
+) -> torch.Tensor:
     """The logits that greedy choice sees; sample() overwrites what it is given."""
     rows = logits.clone()
-    Sampler().sample(rows, sequences)
+    Sampler().sample(rows, sequences, unread)
     return rows
 
 
@@ -216,7 +160,7 @@ def test_repetition_comes_before_presence_and_frequency_and_then_the_bias() -> N
 
 def test_bias_is_added_before_the_temperature() -> None:
     biased = LOGITS + torch.tensor([0.0, 0.0, 0.0, 4.0, 0.0])
-    drawn = shares(LOGITS, temperature=2.0, logit_bias={3: 4.0})
+    drawn = many(LOGITS, temperature=2.0, logit_bias={3: 4.0})
     check_shares(drawn, softmax_shares(biased / 2.0))
 
 
@@ -229,7 +173,34 @@ def test_tokens_that_end_the_output_are_held_back_below_min_tokens() -> None:
     stop = StopParams(max_tokens=9, min_tokens=2, stop_token_ids=frozenset({2}), eos_token_ids=frozenset({1}))
     early = sequence(1, [0], [3], stop=stop, temperature=0.0, logit_bias={2: 50.0})
     enough = sequence(2, [0], [3, 3], stop=stop, temperature=0.0)
-    assert draw(LOGITS, early, enough) == [0, 1]
+    pending = sequence(3, [0], [3], stop=stop, temperature=0.0)
+    pending.num_pending = 1
+    assert draw(LOGITS, early, enough, pending) == [0, 1, 1]
+
+
+def test_a_pending_token_is_penalized_as_if_it_were_known() -> None:
+    """Whether prompt or output have it already, or not, beside sequences that have none."""
+    torch.manual_seed(0)
+    penalties: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7},
+        {"frequency_penalty": 0.4},
+        {
+            "repetition_penalty": 0.8,
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.9,
+            "logit_bias": {3: 2.0},
+        },
+    ]
+    known, pending = [], []
+    for number, (options, last) in enumerate(product([{}, *penalties], [None, 1, 3, 4, 9])):
+        output = [3, 3, 4] if last is None else [3, 3, 4, last]
+        known.append(sequence(number, [1, 2], output, temperature=0.0, **options))
+        pending.append(sequence(number, [1, 2], [3, 3, 4], temperature=0.0, **options))
+        pending[-1].num_pending = 0 if last is None else 1
+    logits = torch.randn(len(known), 12) * 3
+    unread = torch.tensor([s.output_tokens[3] if s.num_output == 4 else 10**9 for s in known])
+    assert torch.equal(edited(logits, *pending, unread=unread), edited(logits, *known))
 
 
 def test_counts_read_each_token_once() -> None:
@@ -259,9 +230,9 @@ def test_a_seed_makes_draws_repeatable_whatever_else_is_in_the_batch() -> None:
     rows = torch.randn(12, LARGE_VOCAB)
 
     def outputs(crowd: Sequence[TokenSequence]) -> list[int]:
-        sampler, tokens = Sampler(), []
+        sampler, tokens = Sampler(), list[int]()
         for row in rows:
-            subject = sequence(1, seed=42, top_p=0.9)
+            subject = sequence(1, output=tokens, seed=42, top_p=0.9)
             tokens.append(draw(row, *crowd, subject, sampler=sampler)[-1])
         return tokens
 
@@ -276,14 +247,19 @@ def test_a_seed_makes_draws_repeatable_whatever_else_is_in_the_batch() -> None:
     assert len(set(alone)) > 6
 
 
-def test_other_seeds_and_no_seed_give_other_draws() -> None:
+def test_other_seeds_give_other_draws() -> None:
     flat = torch.zeros(LARGE_VOCAB)
     seeded = draw(flat, *(sequence(i, seed=i) for i in range(50)))
-    unseeded = draw(flat, *(sequence(i) for i in range(50)))
     assert len(set(seeded)) > 40
-    assert len(set(unseeded)) > 40
-    assert seeded != unseeded
-    assert draw(flat, *(sequence(i, seed=i) for i in range(50))) == seeded
+    assert draw(flat, *(sequence(i, seed=i) for i in reversed(range(50)))) == seeded[::-1]
+
+
+def test_outputs_of_requests_without_a_seed_get_seeds_of_their_own() -> None:
+    request = GenerationRequest("r", [1], SamplingParams(), StopParams(max_tokens=9), num_outputs=2)
+    states = [RequestState(request, [None, None], LetterDecoder(), ids=count(), accepted=0.0) for _ in "ab"]
+    seeds = [output.sequence.sampling.seed for state in states for output in state.outputs]
+    assert len(set(seeds)) == 4
+    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1, 2**64 + 3])
@@ -291,13 +267,30 @@ def test_any_seed_is_taken(seed: int) -> None:
     assert draw(LOGITS, sequence(seed=seed)) == draw(LOGITS, sequence(seed=seed % 2**64))
 
 
-def test_the_random_state_moves_on_with_each_draw_until_it_is_forgotten() -> None:
-    flat, sampler, subject = torch.zeros(LARGE_VOCAB), Sampler(), sequence(seed=7)
-    first = [draw(flat, subject, sampler=sampler)[0] for _ in range(5)]
+def test_each_draw_is_another_and_depends_on_how_many_there_were() -> None:
+    """Not on which they were, nor on whether the host knows the last of them."""
+    flat, sampler = torch.zeros(LARGE_VOCAB), Sampler()
+    first = [draw(flat, sequence(seed=7, output=[0] * n), sampler=sampler)[0] for n in range(5)]
     assert len(set(first)) == 5
-    sampler.forget(subject)
-    sampler.forget(subject)
-    assert [draw(flat, subject, sampler=sampler)[0] for _ in range(5)] == first
+    again = []
+    for n in range(5):
+        subject = sequence(seed=7, output=[9] * max(n - 1, 0))
+        subject.num_pending = min(n, 1)
+        again.append(draw(flat, subject)[0])
+    assert again == first
+
+
+def test_neighbouring_seeds_and_draws_are_independent() -> None:
+    """The streams of 10 seeds side by side, of 1,000 draws of 10 tokens each: they are uniform, and no stream
+    is another one shifted."""
+    flat = torch.zeros(10)
+    streams = [draw(flat, *(sequence(seed=seed, output=[0] * n) for n in range(1000))) for seed in range(10)]
+    check_shares([t for stream in streams for t in stream], dict.fromkeys(range(10), 0.1))
+    for one, other in pairwise(streams):
+        for shift in range(-2, 3):
+            pairs = list(zip(one[10 + shift :], other[10:], strict=False))
+            equal = sum(a == b for a, b in pairs) / len(pairs)
+            assert equal == pytest.approx(0.1, abs=5 * math.sqrt(0.09 / len(pairs)))
 
 
 def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
@@ -323,8 +316,8 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
 def test_tokens_of_no_probability_are_never_drawn() -> None:
     logits = torch.full((10,), -torch.inf)
     logits[[2, 7]] = 0.0
-    assert shares(logits, num_draws=500).keys() == {2, 7}
-    assert shares(logits, num_draws=500, top_p=0.999, top_k=8).keys() == {2, 7}
+    assert set(many(logits, num_draws=500)) == {2, 7}
+    assert set(many(logits, num_draws=500, top_p=0.999, top_k=8)) == {2, 7}
 
 
 def test_numbers_that_are_none_disturb_nobody_else() -> None:
@@ -342,6 +335,7 @@ def test_numbers_that_are_none_disturb_nobody_else() -> None:
         (True, {}),
         (True, {"top_k": 1, "top_p": 0.5, "min_p": 0.5, "seed": 3}),
         (True, {"output": [5], "stop": StopParams(max_tokens=9, min_tokens=1)}),
+        (True, {"pending": 1, "stop": StopParams(max_tokens=9, min_tokens=1)}),
         (False, {"temperature": 0.1}),
         (False, {"logprobs": 0}),
         (False, {"repetition_penalty": 1.1}),
@@ -352,7 +346,9 @@ def test_numbers_that_are_none_disturb_nobody_else() -> None:
     ],
 )
 def test_which_sequences_take_the_likeliest_token(expected: bool, options: dict[str, Any]) -> None:
-    subject = sequence(**{"temperature": 0.0, **options})
+    pending = options.get("pending", 0)
+    subject = sequence(**{"temperature": 0.0, **{k: v for k, v in options.items() if k != "pending"}})
+    subject.num_pending = pending
     assert draws_likeliest(subject) is expected
     if expected:
         logits = torch.randn(64, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,6 @@
 """A request in flight: its outputs, its leases and its figures."""
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -83,7 +84,6 @@ class RequestState:
 
 
 def _with_seed_of(sampling: SamplingParams, index: int) -> SamplingParams:
-    """How output `index` draws: with the request's seed + index, in 64 bits."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + index) % 2**64)
+    """How output `index` draws: with the request's seed + index, in 64 bits, or with a random seed."""
+    seed = secrets.randbits(64) if sampling.seed is None else (sampling.seed + index) % 2**64
+    return replace(sampling, seed=seed)
