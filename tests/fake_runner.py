@@ -9,7 +9,7 @@ import threading
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deltaplane_server.engine.api import StepHandle
@@ -22,6 +22,8 @@ from deltaplane_server.scheduling.sequence import SequenceStatus
 from fake_leases import FakeAdapters
 
 VOCAB_SIZE = 97
+
+_LETTERS = {token: chr(ord("a") + token % 26) for token in range(VOCAB_SIZE)}
 
 
 def next_token(uid: int, context: Sequence[int]) -> int:
@@ -41,9 +43,10 @@ class LetterDecoder:
     """Each token is one letter."""
 
     byte_fallback_ids: frozenset[int] = frozenset()
+    pieces: Mapping[int, str] = _LETTERS
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+        return "".join(_LETTERS[token] for token in token_ids)
 
 
 class UnsoundPlanError(BaseException):

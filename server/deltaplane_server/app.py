@@ -17,6 +17,7 @@ from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import DeltaplaneError
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import EngineConfig, ServerConfig
+from deltaplane_server.interpreter import freeze_heap, share_fairly
 from deltaplane_server.lifecycle import Lifecycle
 from deltaplane_server.model_source import find_model
 from deltaplane_server.network import check_can_listen, is_loopback, join_host_port
@@ -51,17 +52,22 @@ class RunningServer:
     server: Server
 
 
-def run(config: ServerConfig) -> int:
-    """Serves until a signal, and drains. Answers the exit code. Errors: StartupError."""
+def run(config: ServerConfig, make_backend: BackendFactory | None = None) -> int:
+    """Serves until a signal, and drains. Answers the exit code.
+
+    make_backend: as in running_server().
+    Errors: StartupError.
+    """
     setup_logging(config.log_format, config.log_level)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # dates that nobody reads
+    share_fairly()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, make_backend))
 
 
-async def _serve(config: ServerConfig) -> int:
+async def _serve(config: ServerConfig, make_backend: BackendFactory | None) -> int:
     signals = StopSignals()
-    async with running_server(config) as running:
+    async with running_server(config, make_backend, on_loaded=freeze_heap) as running:
         signals.server_started()
         server = running.server
         waits = [asyncio.create_task(signals.wait()), asyncio.create_task(server.wait_for_failure())]
@@ -73,11 +79,14 @@ async def _serve(config: ServerConfig) -> int:
 
 @asynccontextmanager
 async def running_server(
-    config: ServerConfig, make_backend: BackendFactory | None = None
+    config: ServerConfig,
+    make_backend: BackendFactory | None = None,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningServer]:
     """A server that serves inside the block and drains at its end.
 
     make_backend: runs on a thread of its own; by default it loads the model of the configuration.
+    on_loaded: called once all is there, before anything is served.
     Errors: StartupError.
     """
     begin = time.monotonic()
@@ -91,6 +100,7 @@ async def running_server(
             undo.callback(catalogue.close)
             backend = await asyncio.to_thread(make_backend, config.engine)
             server = Server(config, backend, catalogue, lifecycle, registry)
+            on_loaded()
             undo.pop_all()
         try:
             with _as_startup_errors():

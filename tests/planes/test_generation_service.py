@@ -1,6 +1,7 @@
 """The data plane over real gRPC: a whole server, on a backend without tensors."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -233,6 +234,24 @@ async def test_several_outputs_of_one_prompt(plane: Serving) -> None:
     await plane.idle()
 
 
+async def test_what_comes_while_the_event_loop_is_busy_is_merged(plane: Serving) -> None:
+    def keep_the_loop_busy() -> None:
+        while plane.server.engine.stats().num_running:
+            time.sleep(0.001)
+
+    plane.backend.runner.gate.clear()
+    call = plane.stub.Generate(request(max_tokens=200, adapter="legal"))
+    await eventually(lambda: plane.server.engine.stats().num_running == 1)
+    plane.backend.runner.gate.set()
+    keep_the_loop_busy()
+    responses = await collected(call)
+    assert len(responses) <= 2, "the last delta may still have been on its way"
+    assert len(tokens_of(responses)) == 200
+    assert text_of(responses) == byte_tokenizer().decode(tokens_of(responses), skip_special_tokens=True)
+    assert responses[-1].HasField("finish")
+    assert responses[-1].HasField("usage")
+
+
 async def test_what_the_stream_carries_is_chosen(plane: Serving) -> None:
     output = pb.OutputOptions(omit_token_ids=True, logprobs=2, stream_interval=5)
     responses = await collected(plane.stub.Generate(request(output=output)))
@@ -334,15 +353,18 @@ async def test_a_request_id_is_used_once_at_a_time(plane: Serving) -> None:
 async def test_a_full_queue_says_when_to_come_back() -> None:
     async with serving(max_waiting=1) as plane:
         plane.backend.runner.gate.clear()
-        first = plane.stub.Generate(request())
+        running = plane.stub.Generate(request())
         await eventually(lambda: plane.server.engine.stats().num_running == 1)
+        waiting = plane.stub.Generate(request())
+        await eventually(lambda: plane.server.engine.stats().num_waiting == 1)
         refusal = await refused(plane.stub.Generate(request()))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refusal.reason == "QUEUE_FULL"
         assert refusal.retry_after_s is not None
         assert not refusal.had_headers
         plane.backend.runner.gate.set()
-        assert len(tokens_of(await collected(first))) == 5
+        for call in (running, waiting):
+            assert len(tokens_of(await collected(call))) == 5
 
 
 async def test_abort_ends_a_stream_in_order(plane: Serving) -> None:

@@ -106,6 +106,12 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never came true")
 
 
+def hold_up_the_loop_until_idle(world: World) -> None:
+    """Meanwhile the engine goes on, and nothing it delivers is seen."""
+    while world.engine.stats().num_running + world.engine.stats().num_waiting:
+        time.sleep(0.001)
+
+
 def request(request_id: str = "r", max_tokens: int = 5, **fields: Any) -> GenerationRequest:
     fields.setdefault("sampling", SamplingParams(temperature=0.0))
     return GenerationRequest(
@@ -193,6 +199,23 @@ async def test_what_is_not_read_yet_is_merged(world: World) -> None:
         assert delta.finish is not None
 
 
+async def test_what_comes_while_the_loop_is_busy_wakes_each_reader_once(world: World) -> None:
+    """So a loop that is behind has fewer deltas to send, and nobody gets his tokens at another's cost."""
+    world.runner.gate.clear()
+    readers = [
+        asyncio.create_task(
+            read(world.engine.generate(request(f"r{n}", 100 + n, lease=world.adapters.lease(1))))
+        )
+        for n in range(8)
+    ]
+    await until(lambda: world.runner.num_steps == 1)
+    world.runner.gate.set()
+    hold_up_the_loop_until_idle(world)
+    for n, [output] in enumerate(await asyncio.gather(*readers)):
+        assert output.tokens == expected_tokens(1, PROMPT, 100 + n)
+        assert len(output.deltas) <= 2, "the last one may still have been on its way"
+
+
 async def test_usage_comes_last_though_its_output_has_waited_longest_to_be_read(world: World) -> None:
     world.runner.gate.clear()
     finish = Finish(FinishReason.LENGTH)
@@ -236,12 +259,8 @@ async def test_an_id_is_taken_until_its_last_delta_was_seen(world: World) -> Non
 async def test_an_id_is_taken_while_its_last_delta_is_on_its_way(world: World) -> None:
     """The engine is done with it, and the event loop has not heard of that yet."""
 
-    def hold_up_the_loop_until_done() -> None:
-        while world.engine.stats().num_running + world.engine.stats().num_waiting:
-            time.sleep(0.001)
-
     stream = world.engine.generate(request())
-    hold_up_the_loop_until_done()
+    hold_up_the_loop_until_idle(world)
     with pytest.raises(AlreadyExistsError, match="'r' is in flight"):
         world.engine.generate(request())
     [output] = await read(stream)

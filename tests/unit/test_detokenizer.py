@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from deltaplane_server.dataplane.token_pieces import find_pieces
 from deltaplane_server.engine.detokenizer import Detokenizer
 
 TEXTS = [
@@ -29,6 +30,7 @@ class RealDecoder:
         vocabulary = tokenizer.get_vocab()
         bytes_ = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
         self.byte_fallback_ids = frozenset(token for token in bytes_ if token is not None)
+        self.pieces = find_pieces(tokenizer, self.byte_fallback_ids)
         self.num_decoded = 0
 
     def ids(self, pieces: Iterable[str]) -> list[int]:
@@ -181,6 +183,46 @@ def test_text_is_streamed_as_it_comes(family: str) -> None:
         assert text == decoder.decode(token_ids[:length], skip_special_tokens=True)
 
 
+@families
+def test_plain_words_are_looked_up(family: str) -> None:
+    """Once a text has begun, none of its tokens is decoded."""
+    decoder = DECODERS[family]
+    token_ids = decoder.tokenizer.encode("in the other one", add_special_tokens=False).ids
+    detokenizer = Detokenizer(decoder, skip_special_tokens=True)
+    begin = "".join(detokenizer.push(token) for token in token_ids[:2])
+    decoder.num_decoded = 0
+    rest = "".join(detokenizer.push(token) for token in token_ids[2:])
+    assert decoder.num_decoded == 0
+    assert begin + rest == decoder.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.BPEDecoder(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace(" .", ".")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(content=" ", left=0, right=1)]),
+        None,
+    ],
+)
+def test_nothing_is_looked_up_where_text_may_depend_on_neighbours(decoder: decoders.Decoder | None) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    assert find_pieces(tokenizer, ()) == {}
+    tokenizer.decoder = decoders.ByteLevel()
+    assert find_pieces(tokenizer, ()) == {0: "a", 1: "b"}
+
+
+def test_pieces_are_whole_and_not_special() -> None:
+    decoder = DECODERS["byte_level"]
+    special, tool, letter, byte = decoder.ids(["</s>", "<tool>", "x", _byte_letters("é")[0]])
+    assert {special, byte}.isdisjoint(decoder.pieces)
+    assert (decoder.pieces[tool], decoder.pieces[letter]) == ("<tool>", "x")
+
+
 def test_an_emoji_comes_whole() -> None:
     decoder = DECODERS["byte_level"]
     token_ids = decoder.ids(_byte_letters("🦊"))
@@ -217,6 +259,10 @@ def test_cost_is_constant_per_token(family: str, piece: str) -> None:
 
 class EmptyTokens(RealDecoder):
     """A vocabulary in which the last token has no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.pieces = {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         last = self.tokenizer.get_vocab_size() - 1

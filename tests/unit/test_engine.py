@@ -5,7 +5,8 @@ Most tests make the steps themselves; those of the thread say so.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -336,6 +337,7 @@ class PieceDecoder:
     def __init__(self, pieces: dict[int, str | int]) -> None:
         self._pieces: dict[int, str | int] = defaultdict(lambda: "?", pieces)
         self.byte_fallback_ids = frozenset(t for t, piece in pieces.items() if isinstance(piece, int))
+        self.pieces: dict[int, str] = {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text, run = "", b""
@@ -577,6 +579,8 @@ def test_a_fault_of_the_manager_is_ours(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_text_that_cannot_be_decoded_fails_its_request_alone() -> None:
     class Decoder(LetterDecoder):
+        pieces: Mapping[int, str] = MappingProxyType({})
+
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             if expected[2] in token_ids:
                 raise ValueError("no such token")

@@ -5,7 +5,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltaplane_controlplane.versions import AdapterState
@@ -14,6 +14,7 @@ from deltaplane_server.engine.api import EngineStats, FinishReason, GenerationRe
 from deltaplane_server.lifecycle import Lifecycle, Phase
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.telemetry.collectors import AdapterCollector, EngineCollector, VllmCollector
+from deltaplane_server.telemetry.histogram import SingleWriterHistogram
 from deltaplane_server.telemetry.http import HttpServer
 from deltaplane_server.telemetry.metrics import EngineMetrics
 
@@ -131,6 +132,20 @@ def test_what_the_engine_tells_is_counted(registry: CollectorRegistry, http: Htt
     assert value(found, "deltaplane_requests_finished_total", reason="length") == 1
     assert value(found, "deltaplane_requests_finished_total", reason="aborted") == 0
     assert value(found, "process_resident_memory_bytes") > 0
+
+
+def test_a_histogram_of_one_writer_tells_what_any_other_does() -> None:
+    buckets = (0.5, 1, 2)
+    texts = []
+    for make in (Histogram, SingleWriterHistogram):
+        registry = CollectorRegistry()
+        histogram = make("seconds", "Of time.", buckets=buckets, registry=registry)
+        for value in (0.1, 0.5, 0.7, 1.0, 2.0, 3.0):
+            histogram.observe(value)
+        families = text_string_to_metric_families(generate_latest(registry).decode())
+        texts.append([s for f in families for s in f.samples if not s.name.endswith("_created")])
+    assert texts[0] == texts[1]
+    assert [s.value for s in texts[1]] == [2, 4, 5, 6, 6, pytest.approx(7.3)]
 
 
 def test_queues_pages_and_slots_are_read_at_the_scrape(registry: CollectorRegistry, http: HttpServer) -> None:

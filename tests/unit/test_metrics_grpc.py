@@ -30,6 +30,8 @@ async def stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
 
 
 async def written(request: bytes, context: Any) -> None:
+    await context.send_initial_metadata(())
+    await context.write(request)
     await context.write(request)
 
 
@@ -93,7 +95,7 @@ CALLS: list[tuple[str, str, Callable[[Any], Awaitable[object]], int, int]] = [
         "Written",
         lambda channel: drained(channel.unary_stream(f"/{SERVICE}/Written")(b"x")),
         1,
-        0,
+        2,
     ),
     (
         "client_stream",

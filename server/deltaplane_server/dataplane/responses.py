@@ -13,15 +13,19 @@ _REASONS = {
 
 def to_response(delta: OutputDelta, *, omit_token_ids: bool) -> pb.GenerateResponse:
     """One message of the stream."""
-    return pb.GenerateResponse(
+    response = pb.GenerateResponse(
         request_id=delta.request_id,
         output_index=delta.index,
         text=delta.text,
         token_ids=() if omit_token_ids else delta.token_ids,
-        logprobs=map(_logprobs, delta.logprobs),
-        finish=_finish(delta.finish) if delta.finish else None,
-        usage=_usage(delta.usage) if delta.usage else None,
     )
+    if delta.logprobs:
+        response.logprobs.extend(map(_logprobs, delta.logprobs))
+    if delta.finish is not None:
+        response.finish.CopyFrom(_finish(delta.finish))
+    if delta.usage is not None:
+        response.usage.CopyFrom(_usage(delta.usage))
+    return response
 
 
 def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:

@@ -1,8 +1,6 @@
 """The data plane's gRPC service."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -40,23 +38,18 @@ class GenerationServicer(GenerationServiceServicer):
         self._admission = admission
         self._engine = engine
         self._request_log = request_log
-        self._closing: set[asyncio.Task[None]] = set()
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # the stubs know of generators only
         self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
+        """Writes the messages itself: a generator would be resumed through each interceptor for each."""
         metadata = _text_metadata(context)
         fill_from_metadata(request, metadata, self._model.name)
         with self._request_log.record(context, request, trace_id(metadata)) as record:
             accepted = await self._admission.admit(request)
             record.accept(accepted.request)
-            self._close_with(context, accepted.stream)
-            async with (
-                accepted.stream as stream,
-                aclosing(_responses(stream, request, context, record)) as responses,
-            ):
-                async for response in responses:
-                    yield response
+            async with accepted.stream as stream:
+                await _answer(stream, request, context, record)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
@@ -83,25 +76,15 @@ class GenerationServicer(GenerationServiceServicer):
         text = await self._prompts.detokenize(list(request.token_ids), skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
 
-    def _close_with(self, context: Context, stream: OutputStream) -> None:
-        """Closes a stream when its call is over. Of a call that ends while a message is being sent, grpcio
-        leaves the handler's generator to the garbage collector."""
 
-        def close(context: Context) -> None:
-            task = asyncio.ensure_future(stream.aclose())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-        context.add_done_callback(close)  # type: ignore[arg-type]  # a class in the stubs
-
-
-async def _responses(
+async def _answer(
     stream: OutputStream, request: pb.GenerateRequest, context: Context, record: RequestRecord
-) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """The messages of a stream. Headers go out with the first, so that what failed before it has none.
+) -> None:
+    """Sends a stream. Headers go out with the first message, so that what failed before it has none.
 
     Errors: what made an output fail: before any message, or at the end after the other outputs.
     """
+    omit_token_ids = request.output.omit_token_ids
     failure: Exception | None = None
     started = False
     async for delta in stream:
@@ -113,7 +96,7 @@ async def _responses(
             started = True
             await context.send_initial_metadata(_headers(record))
         record.add(delta)
-        yield to_response(delta, omit_token_ids=request.output.omit_token_ids)
+        await context.write(to_response(delta, omit_token_ids=omit_token_ids))
     if failure is not None:
         raise failure
 

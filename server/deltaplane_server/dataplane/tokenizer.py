@@ -8,6 +8,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_server.dataplane.token_pieces import find_pieces
 from deltaplane_server.startup import StartupError, one_line
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -23,7 +24,7 @@ class Tokenizer:
     so that a long text stalls neither the event loop nor the engine.
 
     max_token_bytes: no token stands for more bytes of text than this.
-    byte_fallback_ids: tokens such as "<0x0A>" (see engine.api.TokenDecoder).
+    byte_fallback_ids, pieces: see engine.api.TokenDecoder.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -44,6 +45,7 @@ class Tokenizer:
         self.byte_fallback_ids = frozenset(
             token_id for token, token_id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
         )
+        self.pieces = find_pieces(self._rust, self.byte_fallback_ids)
 
     @classmethod
     def load(cls, model: Path) -> "Tokenizer":

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -82,9 +82,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OutputDelta:
-    """What is new of one output: text and tokens since the last delta, never cumulative.
+    """What is new of one output: text and tokens since the last delta, never cumulative. Nobody changes one;
+    it is not frozen because one is made for every token, and that would take three times as long.
 
     finish: set on the last delta of this output, and only there.
     usage: set on the last delta of the request, and only there.
@@ -132,6 +133,13 @@ class TokenDecoder(Protocol):
     def byte_fallback_ids(self) -> frozenset[int]:
         """Tokens such as "<0x0A>", which stand for a byte that the vocabulary has no text for, and of which
         neighbours are decoded together (SentencePiece); empty for byte-level BPE."""
+        ...
+
+    @property
+    def pieces(self) -> Mapping[int, str]:
+        """Tokens that add the same text wherever they stand, and that text; at the start of a text they may
+        add less. Special tokens, parts of characters and byte-fallback tokens are never among them, nor need
+        any other be."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -2,53 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 import structlog
 
 from deltaplane_controlplane.errors import AlreadyExistsError
-from deltaplane_server.engine.api import (
-    EngineStats,
-    Finish,
-    GenerationRequest,
-    OutputDelta,
-    TokenLogprobs,
-    Usage,
-)
+from deltaplane_server.engine.api import EngineStats, GenerationRequest, OutputDelta
 from deltaplane_server.engine.engine import Engine
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _Unread:
-    """Deltas of one output that wait to be read, as one."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
-    usage: Usage | None = None
-
-    def add(self, delta: OutputDelta) -> None:
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.finish = delta.finish
-        self.usage = delta.usage
-
-    def merged(self, request_id: str, index: int) -> OutputDelta:
-        return OutputDelta(
-            request_id=request_id,
-            index=index,
-            text="".join(self.texts),
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            finish=self.finish,
-            usage=self.usage,
-        )
 
 
 class OutputStream(AsyncIterator[OutputDelta]):
@@ -58,9 +21,10 @@ class OutputStream(AsyncIterator[OutputDelta]):
             async for delta in stream:
                 ...
 
-    A consumer who is behind finds the deltas of each output merged into one, so what is kept for him is
-    bounded by the length of the outputs. Leaving the block, aclose(), and cancelling a task that waits for
-    a delta abort what is still in flight.
+    A consumer who is behind, or whose event loop is, finds the deltas of each output merged into one: what is
+    kept for him is bounded by the length of the outputs, and the further behind he is the less there is to do
+    for a token. Leaving the block, aclose(), and cancelling a task that waits for a delta abort what is still
+    in flight.
     """
 
     def __init__(
@@ -70,9 +34,9 @@ class OutputStream(AsyncIterator[OutputDelta]):
         self._clock = clock
         self._request_id = request_id
         self._slow_consumer_s = slow_consumer_s
-        self._unread: dict[int, _Unread] = {}
+        self._unread: dict[int, list[OutputDelta]] = {}
         self._unread_since = 0.0
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._is_complete = False
         self._is_aborted = False
         self._is_closed = False
@@ -84,15 +48,15 @@ class OutputStream(AsyncIterator[OutputDelta]):
         while not self._unread:
             if self._is_complete or self._is_closed:
                 raise StopAsyncIteration
-            self._changed.clear()
+            self._reader = asyncio.get_running_loop().create_future()
             try:
-                await self._changed.wait()
+                await self._reader
             except asyncio.CancelledError:
                 self._close()
                 raise
-        index = next(iter(self._unread))
         self._unread_since = self._clock()
-        return self._unread.pop(index).merged(self._request_id, index)
+        deltas = self._unread.pop(next(iter(self._unread)))
+        return deltas[0] if len(deltas) == 1 else _merged(deltas)
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,13 +71,13 @@ class OutputStream(AsyncIterator[OutputDelta]):
     def put(self, delta: OutputDelta) -> None:
         """Takes in a delta; called on the event loop. The one with `usage` stays behind all others."""
         self._is_complete = delta.usage is not None
-        self._changed.set()
+        self._wake_reader()
         if self._is_closed:
             return
         now = self._clock()
         if not self._unread:
             self._unread_since = now
-        self._unread.setdefault(delta.index, _Unread()).add(delta)
+        self._unread.setdefault(delta.index, []).append(delta)
         if self._is_complete:
             self._unread[delta.index] = self._unread.pop(delta.index)
         elif now - self._unread_since > self._slow_consumer_s and not self._is_aborted:
@@ -123,13 +87,31 @@ class OutputStream(AsyncIterator[OutputDelta]):
     def _close(self) -> None:
         self._is_closed = True
         self._unread.clear()
-        self._changed.set()
+        self._wake_reader()
         self._abort()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _abort(self) -> None:
         if not self._is_complete and not self._is_aborted:
             self._is_aborted = True
             self._engine.abort(self._request_id)
+
+
+def _merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
+    """Deltas of one output, in their order, as one."""
+    last = deltas[-1]
+    return OutputDelta(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(logprobs for delta in deltas for logprobs in delta.logprobs),
+        finish=last.finish,
+        usage=last.usage,
+    )
 
 
 class AsyncEngine:

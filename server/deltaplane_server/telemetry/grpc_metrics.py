@@ -11,6 +11,9 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _LABELS = ("grpc_type", "grpc_service", "grpc_method")
+_CODES = {key: code for code in grpc.StatusCode for key in (code, code.value[0])}
+"""By themselves and by their numbers, which is how grpc.aio has them."""
+
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,8 +75,8 @@ class _Method:
 
 def answered_code(context: Context) -> grpc.StatusCode:
     """The code that a handler has set; OK where it set none."""
-    value: Any = context.code()  # an int in grpc.aio
-    return next((code for code in grpc.StatusCode if value in (code, code.value[0])), grpc.StatusCode.OK)
+    value: Any = context.code()
+    return _CODES.get(value, grpc.StatusCode.OK)
 
 
 def failed_code(error: BaseException, context: Context) -> grpc.StatusCode:
@@ -95,22 +98,23 @@ def _go_name(code: grpc.StatusCode) -> str:
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):
+    """Has a method's handler found, and wrapped by the interceptors inside this one, for its first call."""
+
     def __init__(self, metrics: GrpcServerMetrics) -> None:
         self._metrics = metrics
-        self._methods: dict[str, _Method] = {}
+        self._handlers: dict[str, Any] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
         path = handler_call_details.method
-        if (method := self._methods.get(path)) is None:
-            method = self._methods[path] = _Method(self._metrics, _kind(handler), path)
-        return _measured(handler, method)
+        measured = self._handlers.get(path)
+        if measured is None and (handler := await continuation(handler_call_details)) is not None:
+            measured = _measured(handler, _Method(self._metrics, _kind(handler), path))
+            self._handlers[path] = measured
+        return measured
 
 
 def _kind(handler: Any) -> str:
@@ -135,9 +139,12 @@ def _measured(handler: Any, method: _Method) -> Any:
     async def answer(request: Any, context: Context) -> Any:
         with method.measure(context):
             response = await behavior(requests(request, method), context)
-            if not handler.response_streaming:
-                method.sent.inc()
+            method.sent.inc()
             return response
+
+    async def write(request: Any, context: Context) -> None:
+        with method.measure(context):
+            await behavior(requests(request, method), _CountingContext(context, method))
 
     async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
         with method.measure(context):
@@ -146,10 +153,26 @@ def _measured(handler: Any, method: _Method) -> Any:
                     method.sent.inc()
                     yield response
 
-    # A handler that writes to its context itself, such as health's Watch, is a coroutine though it streams.
-    measured = stream if inspect.isasyncgenfunction(behavior) else answer
+    measured: Callable[[Any, Context], Any] = answer
+    if handler.response_streaming:  # by a generator, or by a coroutine that writes, such as Generate
+        measured = stream if inspect.isasyncgenfunction(behavior) else write
     make = getattr(grpc, f"{name}_rpc_method_handler")
     return make(measured, handler.request_deserializer, handler.response_serializer)
+
+
+class _CountingContext:
+    """The context of a handler that writes its messages itself."""
+
+    def __init__(self, context: Context, method: _Method) -> None:
+        self._context = context
+        self._sent = method.sent
+
+    def write(self, message: Any) -> Awaitable[None]:
+        self._sent.inc()
+        return self._context.write(message)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
 
 
 def _counted_one(request: Any, method: _Method) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, Usage
+from deltaplane_server.telemetry.histogram import SingleWriterHistogram
 
 _TTFT_SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 7.5, 10, 20, 40, 80
@@ -31,7 +32,12 @@ class EngineMetrics:
         self._ttft = histogram(
             "time_to_first_token_seconds", "From acceptance to first token.", _TTFT_SECONDS
         )
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an output.", _ITL_SECONDS)
+        self._itl = SingleWriterHistogram(
+            "deltaplane_inter_token_latency_seconds",
+            "Between two tokens of an output.",
+            buckets=_ITL_SECONDS,
+            registry=registry,
+        )
         self._queue = histogram("queue_seconds", "From acceptance to the first step.", _TTFT_SECONDS)
         self._step = histogram("step_seconds", "How long steps took.", _STEP_SECONDS)
         self._step_tokens = histogram("step_tokens", "Tokens of a step.", _TOKENS)
