@@ -5,7 +5,8 @@ VENV ?= .venv
 SKIP_LANGUAGES ?=
 # More words for pytest, such as PYTEST_ARGS="tests/unit -k lora".
 PYTEST_ARGS ?=
-# More words for the GPU benchmark, such as BENCH_ARGS="--rows 64,0 64,64".
+# What `make gpu-bench` runs, and more words for each, such as GPU_BENCHES=decode BENCH_ARGS="--rows 64,0 64,64".
+GPU_BENCHES ?= lora_kernels attention_kernels base_kernels decode through_grpc serve many_adapters first_token
 BENCH_ARGS ?=
 
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -38,7 +39,7 @@ help:
 	@echo "make stubs     write the client stubs from the protos"
 	@echo "make bench     measure the server on this machine's CPU"
 	@echo "make gpu-test  run the tests that need an NVIDIA GPU, with the Python and the torch that are there"
-	@echo "make gpu-bench measure decoding on the GPU"
+	@echo "make gpu-bench measure kernels, engine and server on the GPU; BENCH_ARGS=--quick for less of each"
 	@echo "make clean     remove all that these targets made"
 
 install: $(INSTALLED)
@@ -84,7 +85,9 @@ gpu-test: gpu-ready
 	$(GPU_ENV) $(GPU_PYTHON) -m pytest tests/gpu -W default $(PYTEST_ARGS)
 
 gpu-bench: gpu-ready
-	$(GPU_ENV) $(GPU_PYTHON) -m bench.decode $(BENCH_ARGS)
+	@set -e; for bench in $(GPU_BENCHES); do \
+		echo "bench.$$bench"; $(GPU_ENV) $(GPU_PYTHON) -m bench.$$bench $(BENCH_ARGS); \
+	done
 
 gpu-ready:
 	@$(GPU_PYTHON) deploy/check_gpu.py

@@ -10,12 +10,10 @@ seconds from the command to ready, and the server's peak memory.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import Any
 import grpc
 
 from bench import report
+from bench.server_process import server_process
 from deltaplane.v1 import generation_pb2, generation_pb2_grpc
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -106,35 +105,13 @@ def _fetch_model() -> str:
     return done.stdout.splitlines()[-1]
 
 
-@contextlib.contextmanager
-def _server(args: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[bytes], str, float]]:
-    """A server process, its data-plane address, and the seconds from the command to ready."""
-    with tempfile.TemporaryDirectory() as folder:
-        ports_file = Path(folder) / "ports.json"
-        command = [sys.executable, "-m", "deltaplane_server", "serve", args.model]
-        command += ["--lora-modules", *args.lora_modules, "--dtype", args.dtype, "--state", ":memory:"]
-        command += ["--port", "0", "--admin-port", "0", "--http-port", "0", "--ports-file", str(ports_file)]
-        if args.threads:
-            command += ["--threads", str(args.threads)]
-        start = time.perf_counter()
-        with (Path(folder) / "server.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            while not ports_file.exists():
-                if process.poll() is not None or time.perf_counter() - start > 300:
-                    raise SystemExit((Path(folder) / "server.log").read_text())
-                time.sleep(0.02)
-            ready_s = time.perf_counter() - start
-            yield process, f"127.0.0.1:{json.loads(ports_file.read_text())['port']}", ready_s
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
 def _serve_and_measure(args: argparse.Namespace, mix: list[str]) -> Round:
-    with _server(args) as (process, address, ready_s):
-        base, mixed = asyncio.run(_take_turns(address, ([""] * len(mix), mix), args))
-        return Round(ready_s, _peak_bytes(process.pid), base, mixed)
+    flags = ["--lora-modules", *args.lora_modules, "--dtype", args.dtype]
+    if args.threads:
+        flags += ["--threads", str(args.threads)]
+    with server_process(args.model, *flags) as server:
+        base, mixed = asyncio.run(_take_turns(server.address, ([""] * len(mix), mix), args))
+        return Round(server.ready_s, _peak_bytes(server.pid), base, mixed)
 
 
 async def _take_turns(

@@ -2,6 +2,7 @@
 
     python -m bench.decode                        # Llama-3-8B shapes in bfloat16 on the GPU, all rows
     python -m bench.decode --rows 64,0 64,64      # some rows, by batch and distinct adapters
+    python -m bench.decode --busy                 # also how much of the time the GPU works
     python -m bench.decode --quick                # fewer tokens
     python -m bench.decode --tiny                 # a tiny model on any device, to see that it runs
 
@@ -20,12 +21,14 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import torch
 
 from bench import report
+from bench.gpu_busy import Busy, gpu_busy
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_controlplane.ports import rank_pages
 from deltaplane_server.config import EngineConfig
@@ -84,7 +87,7 @@ TINY_ROWS: tuple[Row, ...] = (Row(2, 0, lora=False), Row(2, 0), Row(3, 2), Row(3
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs, and for how many tokens of prompt and output."""
+    """What runs, and for how many tokens of prompt and output. busy: whether the GPU is watched."""
 
     model: DecoderConfig
     dtype: torch.dtype
@@ -92,6 +95,7 @@ class Workload:
     prompt: int
     output: int
     repeats: int
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,14 @@ class Figures:
 
     prefill_ms: of a run with one output token.
     bytes_ms: for the bytes that a step must read.
+    busy: of the decodes of a shorter run; None where nobody watched.
     """
 
     step_ms: float
     prefill_ms: float
     bytes_ms: float
     all: list[float]
+    busy: Busy | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Figures]:
@@ -115,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Figures]:
     for lora in (False, True):
         chosen = [row for row in rows if row.lora == lora]
         if chosen:
-            results |= _measure_rows(work, chosen)
+            results |= measure_rows(work, chosen)
     _show(rows, results)
     path = report.write(
         "decode-tiny" if args.tiny else "decode",
@@ -139,6 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="B,D", help="batch and distinct adapters; default: all")
     parser.add_argument("--quick", action="store_true", help="33 output tokens and one repeat")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in float32")
+    parser.add_argument("--busy", action="store_true", help="watch the GPU; nothing without one")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N; default: the first GPU")
     return parser.parse_args(argv)
@@ -153,7 +160,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
         raise SystemExit("bench.decode: torch sees no CUDA device; run it on a GPU machine, or with --tiny")
     else:
         output, repeats = (33, 1) if args.quick else (256, args.repeats)
-        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats)
+        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, args.busy)
     known = {row.key for row in rows}
     unknown = [key for key in args.rows or () if key not in known]
     if unknown:
@@ -161,7 +168,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
     return work, [row for row in rows if not args.rows or row.key in args.rows]
 
 
-def _measure_rows(work: Workload, rows: list[Row]) -> dict[str, Figures]:
+def measure_rows(work: Workload, rows: list[Row]) -> dict[str, Figures]:
     """Rows of the same setting of LoRA, on one engine set up for the largest of them."""
     execution = _set_up(work, rows)
     results = {}
@@ -235,13 +242,14 @@ def _measure(work: Workload, execution: Execution, row: Row) -> Figures:
         prefill_ms=statistics.median(prefill) * 1e3,
         bytes_ms=nbytes / BYTES_PER_MS,
         all=[step * 1e3 for step in steps],
+        busy=gpu_busy(lambda: _run(work, execution, row, min(work.output, 65))) if work.busy else None,
     )
 
 
 def _run(work: Workload, execution: Execution, row: Row, output: int) -> float:
     """Seconds from the first request to the last token."""
     rng = random.Random(0)
-    engine = Engine(Scheduler(execution.scheduler), execution.runner, _NoText(), max_waiting=row.batch)
+    engine = Engine(Scheduler(execution.scheduler), execution.runner, NoText(), max_waiting=row.batch)
     prompts = [[rng.randrange(work.model.vocab_size) for _ in range(work.prompt)] for _ in range(row.batch)]
     begin = time.perf_counter()
     for number, prompt in enumerate(prompts):
@@ -269,10 +277,11 @@ def _run(work: Workload, execution: Execution, row: Row, output: int) -> float:
     return seconds
 
 
-class _NoText:
+class NoText:
     """A TokenDecoder for which every token is a special one."""
 
     byte_fallback_ids: frozenset[int] = frozenset()
+    pieces: Mapping[int, str] = MappingProxyType({})
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "" if skip_special_tokens else "." * len(token_ids)
@@ -306,6 +315,7 @@ def _show(rows: Sequence[Row], results: dict[str, Figures]) -> None:
         figures = results[row.title]
         reach = "" if row.reach is None else f"{row.reach:.1f}"
         share = f"{100 * figures.bytes_ms / figures.step_ms:.0f} %"
+        busy = figures.busy
         return [
             row.title,
             f"{figures.bytes_ms:.2f}",
@@ -313,9 +323,11 @@ def _show(rows: Sequence[Row], results: dict[str, Figures]) -> None:
             f"{figures.step_ms:.2f}",
             share,
             f"{figures.prefill_ms:.0f}",
+            "" if busy is None else f"{100 * busy.share:.1f} %",
+            "" if busy is None else f"{100 * busy.waited:.1f} %",
         ]
 
-    columns = ["B, D", "bytes", "reach", "ours", "of the bytes' speed", "prefill"]
+    columns = ["B, D", "bytes", "reach", "ours", "of the bytes' speed", "prefill", "GPU busy", "GPU waits"]
     report.print_table("Milliseconds per decode step", columns, [line(row) for row in rows])
 
 

@@ -92,6 +92,9 @@ class RandomWeights:
         rows = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
         return rows.normal_(0.0, rows.shape[1] ** -0.5) if rows.dim() == 2 else rows.fill_(1.0)
 
+    def finish(self) -> None:
+        pass
+
 
 def random_adapter(
     config: DecoderConfig, rank: int, dtype: torch.dtype, device: torch.device

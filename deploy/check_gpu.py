@@ -8,9 +8,14 @@ import sys
 
 NEEDED = {
     "cuda.bindings": "cuda-bindings",
+    "google.rpc": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
     "jinja2": "jinja2",
     "numpy": "numpy",
     "peft": "peft",
+    "prometheus_client": "prometheus-client",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
     "regex": "regex",
@@ -19,6 +24,7 @@ NEEDED = {
     "structlog": "structlog",
     "tokenizers": "tokenizers",
     "transformers": "transformers",
+    "uvloop": "uvloop",
 }
 """Beside torch: the modules, and the packages that bring them."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench import decode, report
+from bench.gpu_busy import busy_of
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_kernels.rank_pages import RankPageLayout
 
@@ -65,3 +66,11 @@ def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:
     assert matrix.shape == (256, 64)
     assert matrix.std().item() == pytest.approx(1 / 8, rel=0.1)
     assert weights.read_rows("model.norm.weight", dtype=torch.float32, device=CPU).eq(1).all()
+
+
+def test_the_share_of_a_busy_gpu_is_that_of_the_time_something_runs() -> None:
+    """Two kernels side by side count once; a short gap is a launch, a long one a wait."""
+    spans = [(0, 40_000), (10_000, 50_000), (52_000, 60_000), (80_000, 100_000)]
+    busy = busy_of(spans)
+    assert busy.share == pytest.approx(1 - 22_000 / 100_000)
+    assert busy.waited == pytest.approx(20_000 / 100_000)
