@@ -75,6 +75,8 @@ class Linears:
         step = pool.graph_step(num_tokens) if pool is not None else None
         for (layer, name), weight in self.weights.items():
             x, y = self.x[name][:num_tokens], self.y[name][:num_tokens]
+            if step is not None:
+                step.begin_delta(layer, name, x)
             torch.mm(x, weight.t(), out=y)
             if step is not None:
                 step.add_delta(layer, name, x, y)
@@ -163,6 +165,7 @@ def main() -> None:
         "--bandwidth", type=float, default=4.26e12, help="bytes a second of a copy on this GPU"
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--quick", action="store_const", dest="tokens", const=[64], help="64 tokens only")
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     linears = Linears(dtype, max(arguments.tokens))

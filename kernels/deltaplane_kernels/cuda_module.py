@@ -1,6 +1,7 @@
 """Machine code on a GPU: loading it, and launching its kernels on torch's current stream."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ class CudaModule:
             status, self._module = driver.cuModuleLoadData(cubin)
         _check(status, f"loading {len(cubin)} bytes of machine code on {device}")
 
-    def kernel(self, name: str, block: int) -> "CudaKernel":
-        """An extern "C" kernel of the module, launched with `block` threads a block."""
+    def kernel(self, name: str, block: int, *, overlaps: bool = True) -> "CudaKernel":
+        """An extern "C" kernel of the module, launched with `block` threads a block.
+
+        overlaps: see CudaKernel; GPUs before compute capability 9 start each kernel after the one ahead.
+        """
         status, function = driver.cuModuleGetFunction(self._module, name.encode())
         _check(status, f"finding kernel {name}")
         status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, 0)
@@ -34,8 +38,7 @@ class CudaModule:
             function,
             block,
             resident_blocks=blocks * self._properties.multi_processor_count,
-            # Compute capability 9 has programmatic dependent launch.
-            overlaps=self._properties.major >= 9,
+            overlaps=overlaps and self._properties.major >= 9,
         )
 
 
@@ -43,8 +46,9 @@ class CudaKernel:
     """A kernel that takes one structure by value.
 
     resident_blocks: blocks that the GPU holds at once.
-    overlaps: a launch may start before the kernel ahead of it in the stream has ended. The kernel itself
-        waits for that one (griddepcontrol.wait) before it touches what that one reads or writes.
+    overlaps: a launch may start before the kernel ahead of it in the stream has ended (programmatic dependent
+        launch). The kernel itself waits for that one (griddepcontrol.wait) before it touches what that one
+        reads or writes.
     """
 
     def __init__(self, name: str, function: Any, block: int, resident_blocks: int, overlaps: bool) -> None:
@@ -55,10 +59,12 @@ class CudaKernel:
         self._attributes = [_programmatic_launch()] if overlaps else []
         self._configs: dict[int, driver.CUlaunchConfig] = {}
 
-    def launch(self, grid: int, stream: int, parameters: ctypes.Structure, operands: str) -> None:
+    def launch(
+        self, grid: int, stream: int, parameters: ctypes.Structure, operands: Callable[[], str]
+    ) -> None:
         """Starts `grid` blocks on a CUDA stream; `parameters` is copied before this returns.
 
-        operands: what an error says of the data.
+        operands: what an error says of the data; asked for only then.
         Errors: KernelError, also for a fault of an earlier kernel that the driver reports now.
         """
         config = self._configs.get(grid) or self._configs.setdefault(grid, self._config(grid))
@@ -66,7 +72,7 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if status != driver.CUresult.CUDA_SUCCESS:
-            _check(status, f"kernel {self.name} over {operands}, {grid} blocks of {self._block} threads")
+            _check(status, f"kernel {self.name} over {operands()}, {grid} blocks of {self._block} threads")
 
     def _config(self, grid: int) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()

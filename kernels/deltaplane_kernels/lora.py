@@ -48,6 +48,10 @@ class _Group:
 class StepDeltas(Protocol):
     """The deltas of one step's rows, where they are computed."""
 
+    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
+        """See LoraStep.begin_delta."""
+        ...
+
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """See LoraStep.add_delta."""
         ...
@@ -59,6 +63,17 @@ class LoraStep:
     def __init__(self, num_tokens: int, deltas: StepDeltas) -> None:
         self.num_tokens = num_tokens
         self._deltas = deltas
+
+    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
+        """Announces add_delta of the same layer, linear and x, which must be the next call of this step.
+
+        In a CUDA graph x A^T is then computed beside what is done in between, the base product as a rule.
+        On a CPU nothing is done before add_delta.
+        Errors: as add_delta.
+        """
+        if len(x) != self.num_tokens:
+            raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows")
+        self._deltas.begin_delta(layer, linear, x)
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """Adds the deltas of packed linear `linear` ("qkv_proj") of `layer` to y [T, out] in place.
@@ -77,6 +92,9 @@ class _TorchDeltas:
     """The deltas of a step, group by group."""
 
     groups: Sequence[_Group]
+
+    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
+        pass
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         for group in self.groups:

@@ -21,6 +21,7 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,13 @@ from torch import Tensor
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE, table_size, tile_rows, write_table
 from deltaplane_kernels.nvrtc import architecture, compile_cubin
-from deltaplane_kernels.rank_pages import ALIGNMENT, PackedLinearPlacement, RankPageLayout, rank_pages
+from deltaplane_kernels.rank_pages import (
+    ALIGNMENT,
+    PackedLinearPlacement,
+    RankPageLayout,
+    rank_pages,
+    runs_of_neighbours,
+)
 
 SOURCE = Path(__file__).parent / "csrc" / "lora.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -149,6 +156,7 @@ class CudaLora:
         self._max_tokens = max_tokens
         self._load_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._load_lock = threading.Lock()
+        self._loaded = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         properties = torch.cuda.get_device_properties(self._device)
         self._num_multiprocessors = properties.multi_processor_count
         with torch.inference_mode(False):
@@ -160,9 +168,16 @@ class CudaLora:
                 dtype=torch.float32,
                 device=self._device,
             )
+            self._slot_row = torch.zeros(
+                self._slot_pages.shape[1] + self._slot_ranks.shape[1], dtype=torch.int32, pin_memory=True
+            )
         torch.cuda.current_stream(self._device).synchronize()  # loads are on another stream
         self._staging = [_Staging(table_size(max_tokens)) for _ in range(STAGED_STEPS)]
         self._step = 0
+        self._side_stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._shrunk = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._begun: tuple[int, str, int] | None = None
         self._launches = {
             (layer, name): self._static_launch(layer, place)
             for layer in range(layout.num_layers)
@@ -171,24 +186,33 @@ class CudaLora:
         module = CudaModule(
             compile_cubin(SOURCE, architecture(properties.major, properties.minor)), self._device
         )
-        self._shrink, self._expand = _kernels(module, DTYPES[pages.dtype])
+        dtype = DTYPES[pages.dtype]
+        self._shrink = _shrink_kernels(module, dtype)
+        self._expand = module.kernel(f"expand_{dtype}", THREADS)
+        self._expand_joined = module.kernel(f"expand_{dtype}", THREADS, overlaps=False)
 
     def load(
         self, slot: int, pages: Sequence[int], host_pages: Tensor, ranks: Sequence[Sequence[int]]
     ) -> None:
         """Copies an adapter and its row of the slot tables on a stream of their own; returns when done.
 
-        Pinned host_pages are copied at the speed of the bus.
+        Pinned host_pages are copied at the speed of the bus. The caller sleeps until the copies have passed
+        an event, without the GIL; no other stream waits, and no lock is held that a step takes.
         """
         if len(pages) > rank_pages(MAX_RANK):
             raise ValueError(f"an adapter of {len(pages)} rank pages; at most rank {MAX_RANK} runs on a GPU")
-        flat_ranks = torch.tensor([rank for row in ranks for rank in row], dtype=torch.int32)
+        flat_ranks = [rank for row in ranks for rank in row]
+        pages_width = self._slot_pages.shape[1]
         with self._load_lock, torch.cuda.stream(self._load_stream):
-            for page, host_page in zip(pages, host_pages, strict=True):
-                self._pages[page].copy_(host_page, non_blocking=True)
-            self._slot_pages[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            self._slot_ranks[slot] = flat_ranks
-            self._load_stream.synchronize()
+            for begin, end in runs_of_neighbours(pages):
+                target = self._pages[pages[begin] : pages[begin] + end - begin]
+                target.copy_(host_pages[begin:end], non_blocking=True)
+            self._slot_row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._slot_row[pages_width:] = torch.tensor(flat_ranks, dtype=torch.int32)
+            self._slot_pages[slot].copy_(self._slot_row[:pages_width], non_blocking=True)
+            self._slot_ranks[slot].copy_(self._slot_row[pages_width:], non_blocking=True)
+            self._loaded.record(self._load_stream)
+            self._loaded.synchronize()
 
     def stage(self, runs_by_slot: Mapping[int, Sequence[tuple[int, int]]], num_tokens: int) -> None:
         """Sends the table of a step to the device, behind what is on the current stream.
@@ -210,6 +234,20 @@ class CudaLora:
                 f"a step of {num_rows} tokens; this pool was made with max_tokens={self._max_tokens}"
             )
 
+    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
+        """Launches shrink ahead of add_delta, where that gains anything: in a graph that is being captured.
+
+        It forks off the current stream, to run beside what follows there, and add_delta joins it. Launched
+        one by one a fork would cost the host more than it saves the GPU.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            return
+        self._forked.record(torch.cuda.current_stream(self._device))
+        self._side_stream.wait_event(self._forked)
+        self._launch_shrink(layer, linear, x, self._side_stream)
+        self._shrunk.record(self._side_stream)
+        self._begun = (layer, linear, x.data_ptr())
+
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """Adds the deltas of the rows that the step's table names; x [T, in], y [T, out].
 
@@ -217,24 +255,36 @@ class CudaLora:
         step that was staged last.
         Errors: ValueError for tensors of another shape, dtype, device or alignment; KernelError.
         """
+        stream = torch.cuda.current_stream(self._device)
+        begun, self._begun = self._begun, None
+        if begun == (layer, linear, x.data_ptr()) and torch.cuda.is_current_stream_capturing():
+            stream.wait_event(self._shrunk)
+            self._launch_expand(self._expand_joined, layer, linear, y, stream)
+        else:
+            self._launch_shrink(layer, linear, x, stream)
+            self._launch_expand(self._expand, layer, linear, y, stream)
+
+    def _launch_shrink(self, layer: int, linear: str, x: Tensor, stream: torch.cuda.Stream) -> None:
         place = self._layout.placements[linear]
-        num_rows = len(x)
         self._check_operand("x", x, place.linear.in_features)
-        self._check_operand("y", y, place.linear.out_features)
-        splits = plan_splits(
-            num_rows, place.linear.in_features, len(place.linear.slices), self._num_multiprocessors
-        )
         launch = self._launches[layer, linear]
+        splits = plan_splits(len(x), place.linear.in_features, launch.num_slices, self._num_multiprocessors)
         launch.x, launch.x_pitch = x.data_ptr(), x.stride(0)
+        launch.num_rows, launch.splits, launch.split_width = len(x), splits.count, splits.width
+        kernel = self._shrink[tile_rows(len(x))]
+        items = len(x) * launch.num_slices * splits.count
+        operands = partial(_described, layer, linear, "x", x)
+        kernel.launch(min(items, kernel.resident_blocks), stream.cuda_stream, launch, operands)
+
+    def _launch_expand(
+        self, kernel: CudaKernel, layer: int, linear: str, y: Tensor, stream: torch.cuda.Stream
+    ) -> None:
+        self._check_operand("y", y, self._layout.placements[linear].linear.out_features)
+        launch = self._launches[layer, linear]
         launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
-        launch.num_rows, launch.splits, launch.split_width = num_rows, splits.count, splits.width
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        operands = f"{linear} of layer {layer}, x {tuple(x.shape)}, y {tuple(y.shape)} of {x.dtype}"
-        shrink = self._shrink[tile_rows(num_rows)]
-        items = num_rows * launch.num_slices * splits.count
-        shrink.launch(min(items, shrink.resident_blocks), stream, launch, operands)
-        items = num_rows * launch.column_blocks
-        self._expand.launch(min(items, self._expand.resident_blocks), stream, launch, operands)
+        items = len(y) * launch.column_blocks
+        operands = partial(_described, layer, linear, "y", y)
+        kernel.launch(min(items, kernel.resident_blocks), stream.cuda_stream, launch, operands)
 
     def _check_operand(self, name: str, tensor: Tensor, width: int) -> None:
         if tensor.ndim != 2 or tensor.shape[1] != width:
@@ -284,6 +334,10 @@ class CudaLora:
         return launch
 
 
+def _described(layer: int, linear: str, name: str, tensor: Tensor) -> str:
+    return f"{linear} of layer {layer}, {name} {tuple(tensor.shape)} of {tensor.dtype}"
+
+
 class _Staging:
     """Pinned memory for one step's table, and when the copy out of it is done."""
 
@@ -294,10 +348,9 @@ class _Staging:
         self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def _kernels(module: CudaModule, dtype: str) -> tuple[dict[int, CudaKernel], CudaKernel]:
-    """The shrink of each size of tile, and the expand."""
+def _shrink_kernels(module: CudaModule, dtype: str) -> dict[int, CudaKernel]:
+    """The shrink of each size of tile."""
     names = {rows: f"shrink_{dtype}_{rows}" for rows in (SHORT_TILE, LONG_TILE)}
     if dtype == "float32":
         names = dict.fromkeys(names, "shrink_float32")
-    shrink = {rows: module.kernel(name, THREADS) for rows, name in names.items()}
-    return shrink, module.kernel(f"expand_{dtype}", THREADS)
+    return {rows: module.kernel(name, THREADS) for rows, name in names.items()}

@@ -46,20 +46,15 @@ def write_table(
     num_tokens: rows of the step, with those of the base.
     """
     most = tile_rows(num_tokens)
-    counts = {slot: sum(stop - start for start, stop in runs) for slot, runs in runs_by_slot.items()}
-    num_tiles = sum(-(-count // most) for count in counts.values())
-    rows_at = HEADER + TILE_FIELDS * num_tiles
-    table[:HEADER] = (num_tiles, rows_at, 0, 0)
-    tiles: list[tuple[int, int, int, int]] = []
-    place = 0
+    tiles: list[int] = []
+    rows: list[int] = []
     for slot, runs in runs_by_slot.items():
-        tiles += [
-            (slot, place + first, min(most, counts[slot] - first), 0)
-            for first in range(0, counts[slot], most)
-        ]
+        first = len(rows)
         for start, stop in runs:
-            table[rows_at + place : rows_at + place + stop - start] = np.arange(start, stop, dtype=np.int32)
-            place += stop - start
-    if tiles:
-        table[HEADER:rows_at].reshape(num_tiles, TILE_FIELDS)[:] = tiles
-    return rows_at + place
+            rows += range(start, stop)
+        for place in range(first, len(rows), most):
+            tiles += (slot, place, min(most, len(rows) - place), 0)
+    rows_at = HEADER + len(tiles)
+    size = rows_at + len(rows)
+    table[:size] = [len(tiles) // TILE_FIELDS, rows_at, 0, 0, *tiles, *rows]
+    return size

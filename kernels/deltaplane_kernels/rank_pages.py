@@ -13,7 +13,9 @@ In a page, layer by layer and linear by linear in the order of the AdapterLayout
 Rows of A, and the part of each slice in a row of B, start at multiples of 8 elements (16 bytes at least).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +32,12 @@ ALIGNMENT = 8
 def rank_pages(rank: int) -> int:
     """Pages that an adapter of `rank` takes: ceil(rank / RANK_PAGE_ROWS)."""
     return -(-rank // RANK_PAGE_ROWS)
+
+
+def runs_of_neighbours(pages: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges [begin, end) of `pages` in which each page is the next after the one before it."""
+    begins = [i for i, page in enumerate(pages) if i == 0 or page != pages[i - 1] + 1]
+    return list(pairwise([*begins, len(pages)]))
 
 
 def _aligned(elements: int) -> int:

@@ -206,15 +206,18 @@ def test_an_adapter_that_overflows_reaches_no_other_row() -> None:
     assert same_bits(outputs[0][owners != 1], outputs[1][owners != 1])
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("num_rows", [64, 300])
 def test_a_graph_serves_other_mixes_than_at_capture(
-    small: tuple[RankPagePool, list[Adapter]], num_rows: int
+    small: tuple[RankPagePool, list[Adapter]], num_rows: int, begun: bool
 ) -> None:
+    """begun: shrink runs beside a copy that stands for the base product, and that expand waits for."""
     pool, adapters = small
     x = {linear.name: torch.zeros(num_rows, linear.in_features) for linear in SMALL.linears}
     x = {name: tensor.to("cuda", pool.pages.dtype) for name, tensor in x.items()}
     y = {linear.name: torch.zeros(num_rows, linear.out_features) for linear in SMALL.linears}
     y = {name: tensor.to("cuda", pool.pages.dtype) for name, tensor in y.items()}
+    base = {name: tensor.clone() for name, tensor in y.items()}
     assert pool.step([(0, num_rows)]) is not None
     step = pool.graph_step(num_rows)
     step.add_delta(1, "qkv_proj", x["qkv_proj"], y["qkv_proj"])
@@ -222,7 +225,11 @@ def test_a_graph_serves_other_mixes_than_at_capture(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for linear in SMALL.linears:
-            step.add_delta(1, linear.name, x[linear.name], y[linear.name])
+            name = linear.name
+            if begun:
+                step.begin_delta(1, name, x[name])
+            y[name].copy_(base[name])
+            step.add_delta(1, name, x[name], y[name])
     for seed, (mix, batch) in enumerate(
         [("distinct", num_rows), ("zipf", num_rows), ("identical", num_rows), ("uniform", num_rows - 5)]
     ):
@@ -233,13 +240,31 @@ def test_a_graph_serves_other_mixes_than_at_capture(
             inputs[name] = random_rows(num_rows, linear.in_features, pool.pages.dtype, seed)
             before[name] = random_rows(num_rows, linear.out_features, pool.pages.dtype, seed + 50)
             x[name].copy_(inputs[name])
-            y[name].copy_(before[name])
+            base[name].copy_(before[name])
         assert pool.step(segments) is not None
         graph.replay()
         padded = [*segments, *[(BASE, 1)] * (num_rows - batch)]
         for linear in SMALL.linears:
             name = linear.name
             check_output(adapters, padded, 1, linear, inputs[name], before[name], y[name].cpu())
+
+
+def test_a_delta_that_was_begun_is_that_of_its_own_linear(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    """Outside a graph; a delta that was begun and never added, as where a step failed, leaves no trace."""
+    pool, adapters = small
+    segments = make_mix("uniform", 16, len(adapters), seed=3)
+    step = pool.step(segments)
+    assert step is not None
+    for begun in range(4):
+        for linear in SMALL.linears:
+            x = random_rows(16, linear.in_features, pool.pages.dtype, seed=begun).cuda()
+            y = random_rows(16, linear.out_features, pool.pages.dtype, seed=begun + 50)
+            result = y.cuda()
+            other = SMALL.linears[begun]
+            step.begin_delta(0, other.name, random_rows(16, other.in_features, x.dtype, seed=9).cuda())
+            step.begin_delta(1, linear.name, x)
+            step.add_delta(1, linear.name, x, result)
+            check_output(adapters, segments, 1, linear, x.cpu(), y, result.cpu())
 
 
 def test_steps_in_a_row_each_see_their_own_mix(small: tuple[RankPagePool, list[Adapter]]) -> None:

@@ -232,6 +232,8 @@ def test_rows_that_do_not_fit_the_step_are_refused(pool: RankPagePool) -> None:
     x, y = random_io(3)["o_proj"]
     with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows and y of 2"):
         step.add_delta(0, "o_proj", x, y[:2])
+    with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows"):
+        step.begin_delta(0, "o_proj", x)
 
 
 @pytest.mark.parametrize("segments", [[(0, 0)], [(BASE, -1)], [(0, 1), (99, 1)]])

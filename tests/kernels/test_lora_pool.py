@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora import RankPagePool
-from deltaplane_kernels.rank_pages import RankPageLayout
+from deltaplane_kernels.rank_pages import RankPageLayout, runs_of_neighbours
 from lora_cases import Adapter, add_delta_by_loop, make_adapter, make_layout
 
 LAYOUT = make_layout()
@@ -192,3 +192,19 @@ def test_a_pool_made_in_inference_mode_takes_loads_from_other_threads() -> None:
     load(pool, 0, [0], adapter)
     with torch.inference_mode():
         check_slot(pool, 0, adapter)
+
+
+@pytest.mark.parametrize(
+    ("pages", "runs"),
+    [
+        ([], []),
+        ([5], [(0, 1)]),
+        ([2, 3, 4], [(0, 3)]),
+        ([4, 3, 2], [(0, 1), (1, 2), (2, 3)]),
+        ([7, 8, 1, 2, 3, 0, 9, 10], [(0, 2), (2, 5), (5, 6), (6, 8)]),
+    ],
+)
+def test_pages_that_are_neighbours_in_order_are_copied_together(
+    pages: list[int], runs: list[tuple[int, int]]
+) -> None:
+    assert runs_of_neighbours(pages) == runs
