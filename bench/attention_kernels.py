@@ -1,6 +1,6 @@
 """Attention and the fused elementwise kernels over the shapes of Llama-3-8B, in bfloat16.
 
-    python -m bench.attention_kernels
+    python -m bench.attention_kernels [--quick]
 
 Each is captured in a CUDA graph, once for each of several layers, and replayed; microseconds are of one call.
 Attention goes round as many layers as keep its keys and values out of the L2 cache. The elementwise kernels
@@ -8,15 +8,15 @@ find their inputs there, as in a step, while these are small. Bytes are those th
 once, each output written once. Needs an NVIDIA GPU; takes less than 40 s.
 """
 
-import statistics
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 
 from bench import report
+from bench.graph_timing import L2_BYTES, microseconds
 from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.attention import (
     AttentionPlan,
@@ -31,10 +31,19 @@ from deltaplane_kernels.rotary import rotary_factors
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE = 4096, 14336, 32, 8, 128, 16
 DTYPE = torch.bfloat16
-L2_BYTES = 60e6
 GPU = torch.device("cuda")
 
-DECODES = [(1, 384), (1, 8192), (16, 384), (64, 384), (64, 4096), (256, 384), (256, 1024)]
+DECODES = [
+    (1, 384),
+    (1, 8192),
+    (16, 384),
+    (64, 256),
+    (64, 384),
+    (64, 4096),
+    (256, 256),
+    (256, 384),
+    (256, 1024),
+]
 """Sequences, and tokens of each."""
 PREFILLS = [(64, 0, 128), (4, 0, 2048), (1, 0, 8192), (1, 6144, 2048)]
 """Sequences, tokens of each in the cache, and new ones."""
@@ -51,13 +60,16 @@ class Timing:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first shape of each kernel only")
+    number = 1 if parser.parse_args().quick else None
     torch.manual_seed(0)
     timings: dict[str, Timing] = {}
-    for batch, length in DECODES:
+    for batch, length in DECODES[:number]:
         timings[f"decode attention {batch} x {length}"] = _decode(batch, length)
-    for batch, context, new in PREFILLS:
+    for batch, context, new in PREFILLS[:number]:
         timings[f"prefill attention {batch} x {new} after {context}"] = _prefill(batch, context, new)
-    for tokens in TOKENS:
+    for tokens in TOKENS[:number]:
         timings[f"add_rms_norm {tokens}"] = _add_rms_norm(tokens)
         timings[f"rotary_write_kv {tokens}"] = _rotary_write_kv(tokens)
         timings[f"silu_mul {tokens}"] = _silu_mul(tokens)
@@ -82,7 +94,7 @@ def _decode(batch: int, length: int) -> Timing:
     plan = DecodePlan(batch, len(runs[0].pages), layout=_layout(pages), windows=[None], device=GPU)
     plan.fill(runs)
     q = _random(batch, HEADS, HEAD_DIM)
-    us = _time([partial(paged_attention, q, kv, plan) for kv in pages.unbind(1)])
+    us = microseconds([partial(paged_attention, q, kv, plan) for kv in pages.unbind(1)])
     return Timing(us, (kv_bytes + 2 * q.nbytes) / us / 1e3, 4 * length * q.numel() / us / 1e6)
 
 
@@ -90,7 +102,7 @@ def _prefill(batch: int, context: int, new: int) -> Timing:
     pages, runs = _pages([(context, new)] * batch, layers=4)
     plan = AttentionPlan(runs, layout=_layout(pages), windows=[None], dtype=DTYPE, device=GPU)
     q = _random(batch * new, HEADS, HEAD_DIM)
-    us = _time([partial(paged_attention, q, kv, plan) for kv in pages.unbind(1)])
+    us = microseconds([partial(paged_attention, q, kv, plan) for kv in pages.unbind(1)])
     kv_bytes = batch * (context + new) * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
     mean_keys = context + (new + 1) / 2
     return Timing(us, (kv_bytes + 2 * q.nbytes) / us / 1e3, 4 * mean_keys * q.numel() / us / 1e6)
@@ -98,7 +110,7 @@ def _prefill(batch: int, context: int, new: int) -> Timing:
 
 def _add_rms_norm(tokens: int) -> Timing:
     x, residual, weight = _random(tokens, HIDDEN), _random(tokens, HIDDEN), _random(HIDDEN)
-    us = _time([partial(add_rms_norm, x, residual, weight, 1e-5)] * 10)
+    us = microseconds([partial(add_rms_norm, x, residual, weight, 1e-5)] * 10)
     return Timing(us, 4 * x.nbytes / us / 1e3)
 
 
@@ -108,13 +120,13 @@ def _rotary_write_kv(tokens: int) -> Timing:
     heads = _random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     inv_freq = torch.rand(HEAD_DIM // 2, device=GPU)
     cos, sin = rotary_factors(torch.arange(tokens, device=GPU), inv_freq, 1.0, DTYPE)
-    us = _time([partial(rotary_write_kv, heads, cos, sin, kv, plan) for kv in pages.unbind(1)])
+    us = microseconds([partial(rotary_write_kv, heads, cos, sin, kv, plan) for kv in pages.unbind(1)])
     return Timing(us, (2 * heads.nbytes + cos.nbytes + sin.nbytes) / us / 1e3)
 
 
 def _silu_mul(tokens: int) -> Timing:
     gate_up = _random(tokens, 2 * INNER)
-    us = _time([partial(silu_mul, gate_up)] * 10)
+    us = microseconds([partial(silu_mul, gate_up)] * 10)
     return Timing(us, 1.5 * gate_up.nbytes / us / 1e3)
 
 
@@ -135,26 +147,6 @@ def _layout(pages: torch.Tensor) -> KVLayout:
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=GPU, dtype=DTYPE)
-
-
-def _time(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of the calls, the median of 20 replays of them all."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]  # type: ignore[no-untyped-call]
-    for _ in range(3):
-        graph.replay()
-    for i, event in enumerate(events):
-        if i:
-            graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [float(before.elapsed_time(after)) for before, after in pairwise(events)]
-    return statistics.median(times) * 1e3 / len(calls)
 
 
 if __name__ == "__main__":

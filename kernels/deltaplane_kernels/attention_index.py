@@ -38,10 +38,12 @@ class Splits:
 
     count: programs that may share them, at most MAX_SPLITS.
     min_keys: a program takes at least this many, while there are as many.
+    fill_device: whether the decodes are so many that they occupy all processors unshared.
     """
 
     count: int
     min_keys: int
+    fill_device: bool = True
 
     @classmethod
     def of(cls, num_programs: int, device: torch.device) -> "Splits":
@@ -51,8 +53,12 @@ class Splits:
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
         wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // max(num_programs, 1))
-        min_keys = 128 if num_programs < 2 * processors else 512
-        return cls(min(max(wanted, _MIN_SPLITS), MAX_SPLITS), min_keys)
+        if num_programs * _PROGRAMS_PER_PROCESSOR < processors:
+            min_keys = 64
+        else:
+            min_keys = 128 if num_programs < 2 * processors else 512
+        count = min(max(wanted, _MIN_SPLITS), MAX_SPLITS)
+        return cls(count, min_keys, fill_device=num_programs >= processors)
 
 
 class DecodeWorkspace:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaplane_kernels.overlap_triton import launch_options, let_next_start, wait_for_previous
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """As norm.rms_norm. out: contiguous, of the shape of x; a new tensor where it is None."""
@@ -45,19 +47,31 @@ def _launch(
             SIZE=size,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **launch_options(rows.device),
         )
     return out
 
 
 @triton.jit
 def _rms_norm(
-    out, x, residual, weight, token_stride, head_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    x,
+    residual,
+    weight,
+    token_stride,
+    head_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    let_next_start(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = (token * tl.num_programs(1) + head) * SIZE
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     weights = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_previous(OVERLAPS)
     values = tl.load(x + token * token_stride + head * head_stride + columns, mask=inside, other=0.0)
     if residual is not None:
         values += tl.load(residual + row + columns, mask=inside, other=0.0)

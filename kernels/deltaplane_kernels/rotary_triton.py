@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaplane_kernels.overlap_triton import launch_options, let_next_start, wait_for_previous
+
 _HEADS = 8
 """Heads of one program."""
 
@@ -26,6 +28,7 @@ def rotary_factors(
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
             num_warps=1,
+            **launch_options(positions.device),
         )
     return cos, sin
 
@@ -90,11 +93,23 @@ def _launch(
             HEADS=_HEADS,
             BLOCK=triton.next_power_of_2(head_dim // 2),
             num_warps=2,
+            **launch_options(heads.device),
         )
 
 
 @triton.jit
-def _rotary_factors(cos, sin, positions, inv_freq, scaling, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def _rotary_factors(
+    cos,
+    sin,
+    positions,
+    inv_freq,
+    scaling,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     inside = dims < HALF
@@ -124,8 +139,11 @@ def _rotate_and_write(
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """HEADS heads of one token, their two halves as two tiles."""
+    let_next_start(OVERLAPS)
+    wait_for_previous(OVERLAPS)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -64,6 +64,19 @@ def test_batches_of_decodes(batch: int) -> None:
     check(llama(spans), None)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_kv_heads", "group", "head_dim"), HEADS)
+def test_decodes_that_fill_the_device(
+    num_kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    spans = decodes(300 // num_kv_heads, 300)
+    case = make_case(
+        spans, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, dtype=dtype, device=GPU
+    )
+    for window in (None, 100):
+        check(case, window)
+
+
 @pytest.mark.parametrize("window", [1, 16, 100, 4096, 100_000])
 def test_windows(window: int) -> None:
     spans = [(5, 1), (63, 1), (5000, 1), (0, 200), (1000, 77), (4090, 300)]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.activation import silu_mul
+from deltaplane_kernels.argmax import argmax
 from deltaplane_kernels.attention import AttentionPlan, DecodePlan, TokenRun, rotary_write_kv, write_kv
+from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.norm import add_rms_norm, rms_norm
 from deltaplane_kernels.rotary import apply_rotary, rotary_factors
 from paged_cases import PagedCase, make_case
@@ -53,6 +55,29 @@ def test_add_rms_norm(num_tokens: int, size: int, dtype: torch.dtype) -> None:
 def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(num_tokens, 2 * size).to(dtype)
     close(silu_mul(gate_up.to(GPU)), silu_mul(gate_up))
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 128256), (64, 128256), (3, 4096), (7, 50257), (0, 64)])
+def test_argmax(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    logits = torch.randint(-100, 100, (num_rows, size)).to(dtype)
+    out = torch.full((num_rows,), -1, device=GPU)
+    assert argmax(logits.to(GPU), out) is out
+    assert torch.equal(out.cpu(), argmax(logits))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 32, 33, 64, 128, 129])
+def test_linear(num_rows: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """On both BLAS libraries. Sums of products of unit variance, divided by their number's root."""
+    weight, x = (torch.randn(576, 1536) / 1536**0.5).to(dtype), torch.randn(num_rows, 1536).to(dtype)
+    bias = torch.randn(576).to(dtype) if has_bias else None
+    linear = Linear(weight.to(GPU), None if bias is None else bias.to(GPU))
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    out = torch.full((num_rows, 576), torch.nan, dtype=dtype, device=GPU)
+    assert linear(x.to(GPU), out) is out
+    tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    for y in (out, linear(x.to(GPU))):
+        torch.testing.assert_close(y.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

@@ -24,6 +24,20 @@ def test_equals_the_product(num_tokens: int, dtype: torch.dtype, tolerance: floa
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("bias", [None, torch.ones(24)])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_writes_where_it_is_told(
+    bias: torch.Tensor | None, blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    if not blocked:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    linear, x = Linear(torch.randn(24, 16), bias), torch.randn(5, 16)
+    out = torch.full((5, 24), torch.nan)
+    assert linear(x, out) is out
+    torch.testing.assert_close(out, linear(x))
+
+
 def test_reads_rows_that_are_not_contiguous() -> None:
     torch.manual_seed(0)
     linear = Linear(torch.randn(24, 16))

@@ -375,6 +375,9 @@ class ShiftingPool:
         self.segments.append(list(segments))
         return self if any(slot != NO_SLOT for slot, _ in segments) else None
 
+    def begin_delta(self, layer: int, linear: str, x: torch.Tensor) -> None:
+        pass
+
     def add_delta(self, layer: int, linear: str, x: torch.Tensor, y: torch.Tensor) -> None:
         self.calls.append((layer, linear, x.shape[1], y.shape[1]))
         row = 0

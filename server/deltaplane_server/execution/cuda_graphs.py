@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deltaplane_kernels.argmax import argmax
 from deltaplane_kernels.attention import DecodePlan
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.step_inputs import segments, token_runs
@@ -58,7 +59,7 @@ def graph_bytes(
     q_size = model.num_heads * model.head_dim
     max_pages = -(-model.max_model_len // page_size)
     plans = sum(4 * size * max_pages + 4 * q_size * max(4 * size, _SPLIT_ROWS) for size in sizes)
-    logits = sizes[-1] * model.vocab_size * (4 + dtype.itemsize)
+    logits = sizes[-1] * model.vocab_size * dtype.itemsize
     activations = sizes[-1] * (8 * model.hidden_size + 8 * q_size + 4 * model.intermediate_size)
     graphs = len(sizes) * (1 + with_lora) * _GRAPH_BYTES
     return plans + logits + activations * dtype.itemsize + graphs
@@ -70,7 +71,7 @@ class DecodeOutput:
 
     inputs: [B], int64, the tokens that the step went on from.
     likeliest: [B], int64, which are also the first of the feed's drawn ones.
-    logits: [B, vocab_size], float32.
+    logits: [B, vocab_size], of the decoder's dtype.
     """
 
     inputs: Tensor
@@ -117,7 +118,7 @@ class DecodeGraphs:
         self._output = DecodeOutput(
             torch.zeros(sizes[-1], dtype=torch.int64, device=device),
             feed.drawn,
-            torch.zeros(sizes[-1], vocab_size, dtype=torch.float32, device=device),
+            torch.zeros(sizes[-1], vocab_size, dtype=decoder.dtype, device=device),
         )
         self._batches: dict[int, _Batch] = {}
         self._capture(sizes)
@@ -154,9 +155,14 @@ class DecodeGraphs:
                 for with_lora in [False] if self._lora_pool is None else [False, True]:
                     self._compute(batch, with_lora)  # compiles kernels, and takes workspaces
                     graph = batch.graphs[with_lora] = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                    # torch.cuda.graph() would first give all cached memory, pinned too, back to the driver.
+                    graph.capture_begin(pool, capture_error_mode="thread_local")
+                    try:
                         self._compute(batch, with_lora)
+                    finally:
+                        graph.capture_end()
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what the graphs have taken is in a pool of their own
 
     def _make_batch(self, size: int) -> _Batch:
         config, layout = self._decoder.config, self._kv_cache.layout
@@ -181,4 +187,4 @@ class DecodeGraphs:
         )
         hidden = self._decoder.forward(inputs, self._kv_cache.pages)
         self._decoder.logits(hidden, out=output.logits)
-        torch.argmax(output.logits, -1, out=output.likeliest)
+        argmax(output.logits, output.likeliest)

@@ -95,7 +95,7 @@ class ModelRunner:
         if all(draws_likeliest(sequence) for sequence in sequences):
             self._feed.keep(sequences, None)
             return SampledBatch(sequences, output.likeliest, None)
-        return self._sample(output.logits, sequences, output.inputs)
+        return self._sample(output.logits.float(), sequences, output.inputs)
 
     def _compute(self, plan: StepPlan) -> SampledBatch | None:
         """None where nothing is sampled."""

@@ -34,6 +34,10 @@ class ReadRows(Protocol):
 class LoraStep(Protocol):
     """The deltas of one step."""
 
+    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
+        """Announces add_delta of the same x: what it needs no y for may run beside the base product."""
+        ...
+
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """y += B(A x) in the rows that have an adapter. x: [T, in], y: [T, out] of that packed linear."""
         ...
@@ -64,8 +68,9 @@ class Decoder:
     def __init__(
         self, config: DecoderConfig, checkpoint: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Reads the weights one by one straight into the packed linears: no second copy of the model arises.
+        """Reads the weights straight into the packed linears: no second copy of the model arises.
 
+        On a GPU they are being read when this returns, and whole after checkpoint.finish().
         Errors: InvalidArgumentError when the checkpoint does not fit the config.
         """
         checkpoint.check(config.tensor_shapes(), optional=(HEAD,))
@@ -78,7 +83,9 @@ class Decoder:
         self._layers = [DecoderLayer(config, index, read) for index in range(config.num_layers)]
         self._norm = read("model.norm.weight")
         # transformers, too, takes a head that is there, even if the config says that it is tied.
-        self._head = Linear(read(HEAD) if HEAD in checkpoint else self._embedding.to(dtype))
+        shares_table = HEAD not in checkpoint and dtype == self._embedding.dtype
+        head = HEAD if HEAD in checkpoint else EMBEDDING
+        self._head = Linear(self._embedding if shares_table else read(head))
 
     def forward(self, inputs: DecoderInputs, pages: Tensor) -> Tensor:
         """The hidden states after the last layer; writes the keys and values of the step's tokens.
@@ -94,10 +101,10 @@ class Decoder:
         return residual.add_(x)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size], float32, which
-        is `out` where that is given."""
-        logits = self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
-        return logits.float() if out is None else out.copy_(logits)
+        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size]: `out`, of this
+        decoder's dtype, where it is given; else a new tensor of float32, with the same values."""
+        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        return self._head(normed).float() if out is None else self._head(normed, out)
 
 
 def decoder_bytes(
@@ -163,9 +170,11 @@ class DecoderLayer:
         )
 
     def _linear(self, name: str, x: Tensor, lora: LoraStep | None) -> Tensor:
+        if lora is None:
+            return self._linears[name](x)
+        lora.begin_delta(self._index, name, x)
         y = self._linears[name](x)
-        if lora is not None:
-            lora.add_delta(self._index, name, x, y)
+        lora.add_delta(self._index, name, x, y)
         return y
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltaplane_kernels import activation_triton, norm_triton, rotary_triton
+from deltaplane_kernels import activation_triton, argmax_triton, norm_triton, rotary_triton
 from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.attention import AttentionPlan, rotary_write_kv
 from deltaplane_kernels.attention_index import build_index
@@ -59,6 +59,22 @@ def test_silu_mul(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(num_tokens, 2 * size).to(dtype)
     y = activation_triton.silu_mul(gate_up)
     torch.testing.assert_close(y, silu_mul(gate_up), rtol=tolerance(dtype), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 10_000), (2, 4096), (1, 7), (0, 16)])
+def test_argmax_takes_the_first_of_the_highest(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    logits = torch.randint(0, 50, (num_rows, size)).to(dtype) - 100
+    out = torch.empty(num_rows, dtype=torch.int64)
+    assert argmax_triton.argmax(logits, out) is out
+    assert out.tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def test_argmax_is_a_column_of_the_row_whatever_stands_there() -> None:
+    logits = torch.full((3, 5000), -torch.inf)
+    logits[1, 4999] = -1e30
+    logits[2] = torch.nan
+    assert argmax_triton.argmax(logits, torch.empty(3, dtype=torch.int64)).tolist() == [0, 4999, 0]
 
 
 @pytest.mark.parametrize("head_dim", [16, 96])
