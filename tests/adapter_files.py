@@ -19,9 +19,13 @@ RANK, ALPHA = 4, 6
 
 
 def make_loader(
-    layout: AdapterLayout = LAYOUT, *, max_lora_rank: int = 16, dtype: torch.dtype = torch.float32
+    layout: AdapterLayout = LAYOUT,
+    *,
+    max_lora_rank: int = 16,
+    dtype: torch.dtype = torch.float32,
+    **others: Any,
 ) -> PeftLoader:
-    return PeftLoader(layout, max_lora_rank=max_lora_rank, dtype=dtype)
+    return PeftLoader(layout, max_lora_rank=max_lora_rank, dtype=dtype, **others)
 
 
 def make_config(**changes: Any) -> dict[str, Any]:

@@ -44,10 +44,17 @@ class FakeBackend:
         )
 
 
-def server_config(*, max_waiting: int = 1024, **fields: Any) -> ServerConfig:
+def server_config(
+    *, max_waiting: int = 1024, max_cpu_loras: int | None = None, **fields: Any
+) -> ServerConfig:
     """A server on free ports of this machine that keeps nothing and waits for nobody."""
     engine = EngineConfig(
-        model="fake", served_model_name="base", max_loras=2, max_lora_rank=16, max_waiting=max_waiting
+        model="fake",
+        served_model_name="base",
+        max_loras=2,
+        max_lora_rank=16,
+        max_cpu_loras=max_cpu_loras,
+        max_waiting=max_waiting,
     )
     here: dict[str, Any] = {"host": "127.0.0.1", "http_host": "127.0.0.1", "drain_timeout_s": 0.0}
     ports = {"port": 0, "admin_port": 0, "http_port": 0}

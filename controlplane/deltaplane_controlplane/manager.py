@@ -39,6 +39,7 @@ from deltaplane_controlplane.views import (
 
 DEFAULT_DRAIN_TIMEOUT_S = 300.0
 MAX_DRAIN_TIMEOUT_S = 86_400.0
+LOADER_THREADS = 2
 
 _log = structlog.get_logger(__name__)
 
@@ -56,7 +57,7 @@ class ManagerConfig:
     max_lora_rank: int
     host_cache_bytes: int
     allowed_roots: tuple[Path, ...] = ()
-    loader_threads: int = 2
+    loader_threads: int = LOADER_THREADS
 
 
 class AdapterManager:

@@ -66,7 +66,6 @@ def server_config(arguments: argparse.Namespace) -> ServerConfig:
         state=arguments.state or _default_state(name),
         lora_modules=tuple(arguments.lora_modules),
         adapter_roots=tuple(arguments.adapter_roots),
-        max_cpu_loras=arguments.max_cpu_loras,
         drain_timeout_s=arguments.drain_timeout,
         allow_insecure_admin=arguments.allow_insecure_admin,
         ports_file=arguments.ports_file,
@@ -94,9 +93,11 @@ def _engine_config(arguments: argparse.Namespace, name: str) -> EngineConfig:
         max_loras=arguments.max_loras,
         max_lora_rank=arguments.max_lora_rank,
         max_cpu_loras_bytes=arguments.lora_host_memory,
+        max_cpu_loras=arguments.max_cpu_loras,
         max_waiting=arguments.max_waiting,
         seed=arguments.seed,
         num_threads=arguments.threads,
+        enforce_eager=arguments.enforce_eager,
     )
 
 
@@ -210,7 +211,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=values.positive,
         metavar="N",
-        help="CPU threads of a step (default: all cores but one, which the event loop needs)",
+        help="CPU threads of a step (default: all cores but one, which the event loop needs; beside a GPU 1)",
     )
 
 
@@ -296,6 +297,11 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
         default=0.9,
         metavar="SHARE",
         help="share of a GPU to take",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="do without CUDA graphs: a GPU starts sooner and decodes more slowly",
     )
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from deltaplane_controlplane.ports import rank_pages
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -14,11 +16,13 @@ class EngineConfig:
     kv_cache_bytes: memory of KV pages; None fits it to the device (see execution.memory).
     max_loras: slots on the device, and so the most distinct adapters in a step.
     max_cpu_loras_bytes: bound of the host cache of adapters.
+    max_cpu_loras: bounds it to this many adapters of the highest rank in place of max_cpu_loras_bytes.
     adapter_pages: rank pages on the device; None gives each slot ceil(max_lora_rank / 8).
     seed: makes the draws of requests that bring no seed repeatable, as long as they come in the same order;
         None leaves them random.
     max_waiting: requests that may wait before new ones are refused.
-    num_threads: CPU threads of a step; None is all cores but one (see execution.device).
+    num_threads: CPU threads of a step; None is all cores but one (see execution.device), and 1 beside a GPU.
+    enforce_eager: no CUDA graphs: a GPU starts sooner and decodes more slowly.
     """
 
     model: str
@@ -38,9 +42,17 @@ class EngineConfig:
     max_lora_rank: int = 16
     adapter_pages: int | None = None
     max_cpu_loras_bytes: int = 1 << 30
+    max_cpu_loras: int | None = None
     max_waiting: int = 1024
     seed: int | None = None
     num_threads: int | None = None
+    enforce_eager: bool = False
+
+    def host_cache_bytes(self, page_bytes: int) -> int:
+        """Bound of the host cache of adapters. page_bytes: of a rank page."""
+        if self.max_cpu_loras is None:
+            return self.max_cpu_loras_bytes
+        return self.max_cpu_loras * rank_pages(self.max_lora_rank) * page_bytes
 
 
 class LogFormat(Enum):
@@ -64,8 +76,6 @@ class ServerConfig:
     state: the SQLite file of the catalogue, or ":memory:".
     lora_modules: registered before the server is ready, and loaded as far as there are slots.
     adapter_roots: folders from which the control plane may register adapters, beside lora_modules' own.
-    max_cpu_loras: bounds the host cache to this many adapters of the highest rank, in place of
-        engine.max_cpu_loras_bytes.
     drain_timeout_s: seconds that running streams get at shutdown.
     allow_insecure_admin: serve the control plane, which asks nobody who they are, beyond this machine.
     log_prompts: put prompts as they came into the request log; off, no log holds text of a prompt.
@@ -81,7 +91,6 @@ class ServerConfig:
     state: str = ":memory:"
     lora_modules: tuple[LoraModule, ...] = ()
     adapter_roots: tuple[Path, ...] = ()
-    max_cpu_loras: int | None = None
     drain_timeout_s: float = 30.0
     allow_insecure_admin: bool = False
     ports_file: Path | None = None

@@ -11,7 +11,7 @@ from deltaplane.v1 import adapters_pb2_grpc, generation_pb2_grpc
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import DeltaplaneError, ResourceExhaustedError
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
-from deltaplane_controlplane.ports import ServerFigures, rank_pages
+from deltaplane_controlplane.ports import ServerFigures
 from deltaplane_controlplane.service import AdapterServicer
 from deltaplane_controlplane.versions import AdapterState, Tier
 from deltaplane_server.backend import Backend
@@ -188,7 +188,10 @@ class Server:
             kv_pages=stats.kv_pages_total,
             free_kv_pages=stats.kv_pages_free,
             kv_page_size=self._backend.scheduler.page_size,
-            memory={**self._backend.memory, "host_cache": _host_cache_bytes(self._config, self._backend)},
+            memory={
+                **self._backend.memory,
+                "host_cache": self._config.engine.host_cache_bytes(self._backend.pool.page_bytes),
+            },
         )
 
     async def _bring_adapters(self) -> None:
@@ -225,17 +228,11 @@ def _make_manager(config: ServerConfig, backend: Backend, catalogue: Catalogue) 
         pool=backend.pool,
         config=ManagerConfig(
             max_lora_rank=config.engine.max_lora_rank,
-            host_cache_bytes=_host_cache_bytes(config, backend),
+            host_cache_bytes=config.engine.host_cache_bytes(backend.pool.page_bytes),
             allowed_roots=config.adapter_roots,
         ),
         catalogue=catalogue,
     )
-
-
-def _host_cache_bytes(config: ServerConfig, backend: Backend) -> int:
-    if config.max_cpu_loras is None:
-        return config.engine.max_cpu_loras_bytes
-    return config.max_cpu_loras * rank_pages(config.engine.max_lora_rank) * backend.pool.page_bytes
 
 
 def _request_limits(backend: Backend) -> RequestLimits:

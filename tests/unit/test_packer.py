@@ -1,16 +1,25 @@
 """Where packed weights lie in rank pages, and how they are converted."""
 
+import hashlib
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from adapter_files import ALPHA, LAYOUT, make_config, make_loader, make_tensors, write_adapter
+from adapter_files import ALPHA, LAYOUT, RANK, make_config, make_loader, make_tensors, write_adapter
+from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.ports import RANK_PAGE_ROWS as PORT_RANK_PAGE_ROWS
 from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS, RankPageLayout
+from deltaplane_server.adapters.files import CONFIG_FILE, WEIGHTS_FILE
+from deltaplane_server.adapters.host_pages import HostPages
+from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.packing import PackedAdapter, tensor_of
+from deltaplane_server.adapters.peft_loader import PeftLoader
 from deltaplane_server.adapters.safetensors_header import TensorEntry
+from lora_cases import make_layout
 
 PAGES = RankPageLayout(LAYOUT)
 
@@ -33,18 +42,98 @@ def test_rank_rows_fill_page_after_page_and_zeros_the_rest(tmp_path: Path, rank:
     packed = pack(tmp_path, tensors, rank)
     assert packed.pages.shape == (num_pages, PAGES.page_elements)
     assert packed.ranks == [[rank] * 7] * 2
-    rebuilt = torch.zeros_like(packed.pages)
-    for layer in range(LAYOUT.num_layers):
-        for linear in LAYOUT.linears:
-            for index, part in enumerate(linear.slices):
-                name = f"base_model.model.model.layers.{layer}.{part.module}"
-                a = tensors[f"{name}.lora_A.weight"]
-                b = tensors[f"{name}.lora_B.weight"].T * (ALPHA / rank)
-                for row in range(rank):
-                    page, place = divmod(row, 8)
-                    PAGES.a(rebuilt, layer, linear.name)[page, index, place] = a[row]
-                    PAGES.b(rebuilt, layer, linear.name, index)[page, place] = b[row]
-    assert torch.equal(packed.pages, rebuilt)
+    assert torch.equal(packed.pages, expected_pages(tensors, ALPHA, torch.float32))
+
+
+def expected_pages(tensors: dict[str, Tensor], alpha: float, dtype: torch.dtype) -> Tensor:
+    """The rank pages of tensors of any ranks, put together row by row."""
+    ranks = [len(tensor) for name, tensor in tensors.items() if "lora_A" in name]
+    pages = torch.zeros(-(-max(ranks) // 8), PAGES.page_elements, dtype=dtype)
+    for layer, linear in product(range(LAYOUT.num_layers), LAYOUT.linears):
+        for index, part in enumerate(linear.slices):
+            name = f"base_model.model.model.layers.{layer}.{part.module}"
+            if f"{name}.lora_A.weight" not in tensors:
+                continue
+            a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+            rows = b.float().mul(alpha / len(a)).to(dtype).T
+            for row in range(len(a)):
+                page, place = divmod(row, 8)
+                PAGES.a(pages, layer, linear.name)[page, index, place] = a[row].to(dtype)
+                PAGES.b(pages, layer, linear.name, index)[page, place] = rows[row]
+    return pages
+
+
+ODD_RANKS = {"q_proj": 1, "k_proj": 8, "v_proj": 17, "o_proj": 20, "gate_proj": 3, "up_proj": 9}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("file_dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32)])
+@pytest.mark.parametrize("start", [0, 1])
+def test_any_ranks_and_layers_are_packed_over_pages_that_held_others(
+    tmp_path: Path, dtype: torch.dtype, file_dtypes: tuple[torch.dtype, ...], start: int
+) -> None:
+    """start: bytes that the first tensor is away from a multiple of its size."""
+    generator = torch.Generator().manual_seed(start)
+    tensors: dict[str, Tensor] = {}
+    for name, old in make_tensors().items():
+        rank = ODD_RANKS.get(name.split(".")[6], 0)
+        if rank and not ("layers.0" in name and "v_proj" in name):
+            shape = (rank, old.shape[1]) if "lora_A" in name else (old.shape[0], rank)
+            dtype_here = file_dtypes[len(tensors) % len(file_dtypes)]
+            tensors[name] = torch.randn(shape, generator=generator).to(dtype_here)
+    pattern = {module: rank for module, rank in ODD_RANKS.items() if rank != 20}
+    config = make_config(r=20, target_modules=rf".*({'|'.join(set(ODD_RANKS) - {'v_proj'})})|.*1\..*v_proj")
+    write_adapter(tmp_path, tensors=tensors, config=config | {"rank_pattern": pattern})
+    shift_body(tmp_path / WEIGHTS_FILE, start)
+    pages = HostPages(4, PAGES.page_elements, dtype, pin_memory=False)
+    another = pages.take(1).fill_(7)
+    pages.take(3).fill_(torch.nan)
+    loader = make_loader(max_lora_rank=20, dtype=dtype, host_pages=pages, threads=LoadThreads(3))
+    packed = loader.pack(loader.inspect(tmp_path))
+    assert pages.num_free == 0
+    assert torch.equal(packed.pages, expected_pages(tensors, ALPHA, dtype))
+    assert another.eq(7).all()
+
+
+def shift_body(file: Path, by: int) -> None:
+    """Lengthens the header by spaces, so that the tensors begin `by` bytes after a multiple of 8."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    spaces = b" " * (-end % 8 + by)
+    file.write_bytes((end - 8 + len(spaces)).to_bytes(8, "little") + content[8:end] + spaces + content[end:])
+
+
+def test_more_layers_than_a_thread_packs_at_once(tmp_path: Path) -> None:
+    """11, whose names do not come in the order of their layers in a file."""
+    layout = make_layout(num_layers=11, hidden=16, kv=8, intermediate=24)
+    tensors = make_tensors(layout)
+    for name, tensor in tensors.items():
+        tensor.fill_(int(name.split(".")[4]))
+    write_adapter(tmp_path, tensors=dict(sorted(tensors.items())), config=make_config(lora_alpha=RANK))
+    loader = make_loader(layout, threads=LoadThreads(4))
+    pages = loader.pack(loader.inspect(tmp_path)).pages
+    layers = pages.view(11, RankPageLayout(layout).layer_elements)
+    for layer in range(11):
+        assert set(layers[layer].tolist()) == {0, layer}
+
+
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_the_first_matrix_that_is_not_finite_is_named(tmp_path: Path, side: str) -> None:
+    layout = make_layout(num_layers=12, hidden=16, kv=8, intermediate=24)
+    good = make_tensors(layout)
+    write_adapter(tmp_path, tensors=good)
+    manifest = make_loader(layout).inspect(tmp_path)
+    bad = [f"layers.{layer}.self_attn.{kind}" for layer in (10, 5, 2) for kind in ("v_proj", "k_proj")]
+    for name in bad:
+        good[f"base_model.model.model.{name}.lora_{side}.weight"][-1, -1] = torch.nan
+    write_adapter(tmp_path, tensors=good)
+    files = (tmp_path / CONFIG_FILE).read_bytes() + (tmp_path / WEIGHTS_FILE).read_bytes()
+    manifest = replace(manifest, digest=hashlib.sha256(files).hexdigest())
+    loader = make_loader(layout, threads=LoadThreads(4))
+    for _ in range(5):
+        with pytest.raises(InvalidArgumentError) as caught:
+            loader.pack(manifest)
+        assert f"model.layers.2.self_attn.k_proj.lora_{side}.weight' has values" in caught.value.message
 
 
 def test_matrices_that_are_left_alone_are_zeros_of_rank_zero(tmp_path: Path) -> None:
@@ -75,6 +164,42 @@ def test_the_scale_is_folded_in_float32_and_rounded_once(
     a, b = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
     assert torch.equal(PAGES.a(packed.pages, 1, "qkv_proj")[0, 1, :3], a.to(dtype))
     assert torch.equal(PAGES.b(packed.pages, 1, "qkv_proj", 1)[0, :3], (b * (ALPHA / 3)).to(dtype).T)
+
+
+def test_one_loader_packs_each_adapter_as_a_loader_of_its_own_does(tmp_path: Path) -> None:
+    """Of the same header and configuration, of another rank in between, and of another scale."""
+    loader = make_loader(max_lora_rank=64)
+    for number, (rank, alpha) in enumerate([(20, 6), (20, 6), (3, 6), (20, 5), (20, 6)]):
+        tensors = {name: tensor + number for name, tensor in make_tensors(rank=rank).items()}
+        folder = tmp_path / str(number)
+        write_adapter(folder, tensors=tensors, config=make_config(r=rank, lora_alpha=alpha))
+        own = make_loader(max_lora_rank=64)
+        packed, expected = loader.pack(loader.inspect(folder)), own.pack(own.inspect(folder))
+        assert torch.equal(packed.pages, expected.pages)
+        assert packed.ranks == expected.ranks
+
+
+def test_pages_come_from_the_hosts_where_it_has_some(tmp_path: Path) -> None:
+    pages = HostPages(2, PAGES.page_elements, torch.float32, pin_memory=False)
+    write_adapter(tmp_path, tensors=make_tensors(rank=9), config=make_config(r=9))
+    own = make_loader()
+    expected = own.pack(own.inspect(tmp_path)).pages
+    loader = PeftLoader(LAYOUT, max_lora_rank=16, dtype=torch.float32, host_pages=pages)
+    for _ in range(3):
+        packed = loader.pack(loader.inspect(tmp_path))
+        assert pages.num_free == 0
+        assert torch.equal(packed.pages, expected)
+        packed.pages.fill_(torch.nan)
+        del packed
+
+
+def test_values_whose_sum_overflows_are_not_taken_for_infinite(tmp_path: Path) -> None:
+    largest = torch.finfo(torch.float32).max
+    tensors = {name: torch.full_like(tensor, largest) for name, tensor in make_tensors().items()}
+    write_adapter(tmp_path, tensors=tensors, config=make_config(lora_alpha=RANK))
+    loader = make_loader()
+    packed = loader.pack(loader.inspect(tmp_path))
+    assert PAGES.a(packed.pages, 0, "o_proj")[0, 0, :RANK].eq(largest).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,6 +4,9 @@ import hashlib
 import os
 import shutil
 import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from torch import Tensor
 from adapter_files import ALPHA, RANK, make_config, make_loader, make_tensors, write_adapter
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
 from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_server.adapters.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
+from deltaplane_server.adapters.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, Digest
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES
+from deltaplane_server.adapters.peft_loader import PeftLoader
 from lora_cases import make_layout
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -430,6 +434,17 @@ def test_a_config_that_changed_is_not_packed(tmp_path: Path) -> None:
     assert "changed since registration; update the adapter" in message
 
 
+def test_weights_that_are_damaged_since_are_told_as_changed(tmp_path: Path) -> None:
+    """Not by the first damage that packing comes upon."""
+    folder = write_adapter(tmp_path / "a")
+    weights = folder / WEIGHTS_FILE
+    for damage in (b"damaged!", weights.read_bytes()[:8] + b"{]"):
+        content = damage + weights.read_bytes()[len(damage) :]
+        message = pack_error(folder, lambda content=content: weights.write_bytes(content))
+        assert "changed since registration; update the adapter" in message
+        write_adapter(folder)
+
+
 def test_files_of_another_size_are_not_packed(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a")
     weights = folder / WEIGHTS_FILE
@@ -450,6 +465,121 @@ def test_an_adapter_of_another_base_is_not_packed(tmp_path: Path) -> None:
     wider = make_layout(num_layers=2, hidden=32, kv=8, intermediate=24)
     with pytest.raises(InvalidArgumentError, match=r"\(4, 32\)"):
         make_loader(wider).pack(manifest)
+
+
+# Files that are not hashed again
+
+
+class Hashing:
+    """A loader's digests, counted, and its clock.
+
+    settled: whether files look older than two seconds to it.
+    """
+
+    def __init__(self, *, settled: bool) -> None:
+        self.settled = settled
+        self.num_digests = 0
+
+    def make_loader(self) -> PeftLoader:
+        return make_loader(sha256=self._sha256, clock=self._clock)
+
+    def _sha256(self) -> Digest:
+        self.num_digests += 1
+        return hashlib.sha256()
+
+    def _clock(self) -> int:
+        return time.time_ns() + 10**10 * self.settled
+
+
+def test_files_that_are_as_they_were_are_hashed_once(tmp_path: Path) -> None:
+    hashing = Hashing(settled=True)
+    loader = hashing.make_loader()
+    manifest = loader.inspect(write_adapter(tmp_path / "a"))
+    expected = make_loader().pack(manifest).pages
+    for _ in range(2):
+        assert torch.equal(loader.pack(manifest).pages, expected)
+    assert hashing.num_digests == 1
+
+
+def test_files_are_hashed_each_time_until_they_are_settled(tmp_path: Path) -> None:
+    hashing = Hashing(settled=False)
+    loader = hashing.make_loader()
+    manifest = loader.inspect(write_adapter(tmp_path / "a"))
+    loader.pack(manifest)
+    loader.pack(manifest)
+    assert hashing.num_digests == 3
+    hashing.settled = True
+    loader.pack(manifest)
+    loader.pack(manifest)
+    assert hashing.num_digests == 4
+
+
+def test_a_new_loader_hashes_them_once_more(tmp_path: Path) -> None:
+    manifest = make_loader().inspect(write_adapter(tmp_path / "a"))
+    hashing = Hashing(settled=True)
+    loader = hashing.make_loader()
+    loader.pack(manifest)
+    loader.pack(manifest)
+    assert hashing.num_digests == 1
+
+
+def write_over(path: Path) -> None:
+    """Other bytes in the same file, of the same number and with the same times but for the ctime."""
+    old = path.stat()
+    content = path.read_bytes()
+    while path.stat().st_ctime_ns == old.st_ctime_ns:  # it is coarse
+        path.write_bytes(content[:-9] + content[-9:][::-1])
+        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+    new = path.stat()
+    assert (new.st_size, new.st_mtime_ns, new.st_ino) == (old.st_size, old.st_mtime_ns, old.st_ino)
+
+
+def replace_file(path: Path) -> None:
+    """Another file of the same size and mtime."""
+    other = path.with_name("other")
+    shutil.copy2(path, other)
+    write_over(other)
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [write_over, replace_file])
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_other_bytes_of_the_same_number_and_mtime_are_found(
+    tmp_path: Path, name: str, change: Callable[[Path], None]
+) -> None:
+    hashing = Hashing(settled=True)
+    loader = hashing.make_loader()
+    folder = write_adapter(tmp_path / "a")
+    manifest = loader.inspect(folder)
+    change(folder / name)
+    for _ in range(2):
+        with pytest.raises(FailedPreconditionError, match="changed since registration"):
+            loader.pack(manifest)
+    assert hashing.num_digests == 2
+
+
+def test_a_version_is_not_taken_for_another_that_is_known_as_well(tmp_path: Path) -> None:
+    loader = Hashing(settled=True).make_loader()
+    folder, elsewhere = write_adapter(tmp_path / "a"), tmp_path / "b"
+    first = loader.inspect(folder)
+    folder.rename(elsewhere)
+    write_adapter(folder, tensors={name: tensor + 1 for name, tensor in make_tensors().items()})
+    second = loader.inspect(folder)
+    with pytest.raises(FailedPreconditionError, match="changed since registration"):
+        loader.pack(first)
+    pages = loader.pack(replace(first, source=str(elsewhere))).pages
+    assert not torch.equal(loader.pack(second).pages, pages)
+
+
+def test_the_same_bytes_with_other_times_are_hashed_once_more(tmp_path: Path) -> None:
+    hashing = Hashing(settled=True)
+    loader = hashing.make_loader()
+    folder = write_adapter(tmp_path / "a")
+    manifest = loader.inspect(folder)
+    os.utime(folder / WEIGHTS_FILE, ns=(0, 0))
+    loader.pack(manifest)
+    loader.pack(manifest)
+    assert hashing.num_digests == 2
 
 
 # Damage of all kinds

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_server.models.config import load_decoder_config
 from deltaplane_server.models.decoder import HEAD, Decoder, decoder_bytes
+from deltaplane_server.models.upload import Upload
 from deltaplane_server.models.weights import Checkpoint
 from peft_factory import make_tiny_model
 
@@ -53,8 +54,8 @@ def test_rows_come_below_each_other_in_the_dtype_that_is_asked_for(tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = Checkpoint.open(save(tmp_path, dtype=dtype))
-    assert checkpoint.dtype == dtype
-    assert checkpoint.read("a").dtype == dtype
+    assert checkpoint.dtype == checkpoint.dtype_of("a") == dtype
+    assert torch.equal(checkpoint.read("a"), load_file(tmp_path / "model.safetensors")["a"])
 
 
 def test_the_dtype_is_that_of_most_weights(tmp_path: Path) -> None:
@@ -65,8 +66,33 @@ def test_the_dtype_is_that_of_most_weights(tmp_path: Path) -> None:
 def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save_shards(tmp_path))
     checkpoint.check(SHAPES)
-    assert checkpoint.read("a").sum() == 6
-    assert checkpoint.read("b").sum() == 0
+    rows = checkpoint.read_rows("a", "b", dtype=torch.float32, device=CPU)
+    assert torch.equal(rows, torch.cat((torch.ones(2, 3), torch.zeros(4, 3))))
+
+
+def test_places_are_those_of_the_tensors_in_their_files(tmp_path: Path) -> None:
+    """What an upload to a GPU goes by, for each dtype and over two shards."""
+    tensors = {
+        f"t{size}-{dtype}": torch.randn(size).to(dtype)
+        for size in (1, 3, 1000)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    names = list(tensors)
+    shards = {"one.safetensors": names[:4], "two.safetensors": names[4:]}
+    for file, kept in shards.items():
+        save_file({name: tensors[name] for name in kept}, tmp_path / file, metadata={"format": "pt"})
+    places = {name: file for file, kept in shards.items() for name in kept}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+    checkpoint = Checkpoint.open(tmp_path)
+    upload = Upload(CPU, num_readers=2, buffer_bytes=512)
+    targets = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    for name, target in targets.items():
+        upload.fill(target, checkpoint.tensors[name])
+    upload.finish()
+
+    assert checkpoint.tensors.keys() == tensors.keys()
+    assert all(torch.equal(targets[name], tensors[name]) for name in names)
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_named(tmp_path: Path) -> None:
@@ -112,6 +138,22 @@ def test_a_tensor_that_is_not_where_the_index_says(tmp_path: Path) -> None:
     assert "missing: b" in refusal(tmp_path)
 
 
+def test_a_file_that_is_cut_off_after_its_header_was_read(tmp_path: Path) -> None:
+    file = save(tmp_path) / "model.safetensors"
+    checkpoint = Checkpoint.open(tmp_path)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(InvalidArgumentError, match=r"model\.safetensors cannot be read"):
+        checkpoint.read("a")
+
+
+def test_a_file_that_is_gone_after_its_header_was_read(tmp_path: Path) -> None:
+    file = save(tmp_path) / "model.safetensors"
+    checkpoint = Checkpoint.open(tmp_path)
+    file.unlink()
+    with pytest.raises(InvalidArgumentError, match=r"model\.safetensors cannot be read: No such file"):
+        checkpoint.read_rows("a", dtype=torch.float32, device=CPU)
+
+
 @pytest.mark.parametrize("kept", [0, 4, 40, -8])
 def test_a_truncated_file(tmp_path: Path, kept: int) -> None:
     file = save(tmp_path) / "model.safetensors"
@@ -148,6 +190,17 @@ def test_a_head_beside_tied_embeddings_is_used_as_in_transformers(tmp_path: Path
     tied = logits()
     save_file({**tensors, HEAD: -tensors["model.embed_tokens.weight"]}, folder / "model.safetensors")
     torch.testing.assert_close(logits(), -tied)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_embeddings_are_the_head_in_the_dtype_that_is_served(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make_tiny_model(tmp_path, "llama", tie_word_embeddings=True)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    decoder = Decoder(load_decoder_config(folder), Checkpoint.open(folder), dtype, CPU)
+    logits = decoder.logits(torch.ones(1, 64, dtype=dtype))
+    norm = load_file(folder / "model.safetensors")["model.norm.weight"]
+    expected = norm @ table.T
+    torch.testing.assert_close(logits[0], expected, rtol=0.05, atol=0.05)
 
 
 def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:

@@ -6,32 +6,54 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.unservable import unservable
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
+_READ_BYTES = 1 << 20
+"""Read at once: it is still in a core's cache when the digest takes it."""
+
+_PIECE_BYTES = 4 << 20
+"""Read by one call where several threads read."""
+
 
 class Digest(Protocol):
-    """The part of a hashlib object that takes bytes."""
+    """The part of a hashlib object that is used."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+class FileState(NamedTuple):
+    """What says whether a file is another one than before, or has been changed. Times: ns since the epoch."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 class AdapterFile:
-    """An open regular file, read once from start to end. All that is read goes into the digest.
+    """An open regular file, read once from start to end. All that is read goes into the digest, where there
+    is one.
 
     size: bytes it had when it was opened.
     """
 
-    def __init__(self, name: str, descriptor: int, digest: Digest) -> None:
+    def __init__(self, name: str, descriptor: int, digest: Digest | None) -> None:
         self.name = name
-        self.size = os.fstat(descriptor).st_size
+        self._state = _state_of(descriptor)
+        self.size = self._state.size
         self._descriptor = descriptor
         self._digest = digest
+        self._position = 0
 
     def read(self, num_bytes: int) -> bytes:
         """The next num_bytes bytes. Errors: InvalidArgumentError where the file ends before."""
@@ -41,18 +63,55 @@ class AdapterFile:
 
     def read_into(self, view: memoryview) -> None:
         """Fills `view` with the next bytes. Errors: InvalidArgumentError where the file ends before."""
-        filled = 0
-        while filled < len(view):
-            count = os.readv(self._descriptor, [view[filled:]])
-            if not count:
-                raise unservable(f"{self.name} ends {len(view) - filled} bytes early; copy it again")
-            filled += count
-        self._digest.update(view)
+        for begin in range(0, len(view), _READ_BYTES):
+            piece = view[begin : begin + _READ_BYTES]
+            filled = self._fill(piece, self._position)
+            if filled < len(piece):
+                raise self._ends_early(len(view) - begin - filled)
+            self._took(piece)
+
+    def read_in_pieces(self, view: memoryview, threads: LoadThreads) -> None:
+        """Fills `view` with the next bytes, on several threads. Errors: as read_into."""
+        begins = range(0, len(view), _PIECE_BYTES)
+        pieces = [view[begin : begin + _PIECE_BYTES] for begin in begins]
+        filled = threads.map(lambda i: self._fill(pieces[i], self._position + begins[i]), range(len(pieces)))
+        for begin, piece, count in zip(begins, pieces, filled, strict=True):
+            if count < len(piece):
+                raise self._ends_early(len(view) - begin - count)
+        self._took(view)
 
     def expect_end(self) -> None:
         """Errors: InvalidArgumentError where the file goes on."""
-        if os.read(self._descriptor, 1):
+        if os.pread(self._descriptor, 1, self._position):
             raise unservable(f"{self.name} grew while it was read; try again when it is complete")
+
+    def state_if_unchanged(self) -> FileState | None:
+        """Its state, where it is the one that the file was opened with; None elsewhere."""
+        state = _state_of(self._descriptor)
+        return state if state == self._state else None
+
+    def _fill(self, view: memoryview, position: int) -> int:
+        """Reads the bytes from there on; answers how many there were, fewer at the end of the file."""
+        filled = 0
+        while filled < len(view):
+            count = os.preadv(self._descriptor, [view[filled:]], position + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
+    def _took(self, view: memoryview) -> None:
+        self._position += len(view)
+        if self._digest is not None:
+            self._digest.update(view)
+
+    def _ends_early(self, num_missing: int) -> InvalidArgumentError:
+        return unservable(f"{self.name} ends {num_missing} bytes early; copy it again")
+
+
+def _state_of(descriptor: int) -> FileState:
+    found = os.fstat(descriptor)
+    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class AdapterFolder:
@@ -63,7 +122,7 @@ class AdapterFolder:
         self._descriptor = descriptor
 
     @contextmanager
-    def open(self, name: str, digest: Digest) -> Iterator[AdapterFile]:
+    def open(self, name: str, digest: Digest | None = None) -> Iterator[AdapterFile]:
         """Errors: InvalidArgumentError where it is not there, is not a regular file, or cannot be read."""
         # O_NONBLOCK: opening a FIFO would wait for its writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -2,9 +2,14 @@
 
 import hashlib
 import io
+import queue
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -14,17 +19,52 @@ from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgum
 from deltaplane_controlplane.ports import AdapterManifest
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
-from deltaplane_server.adapters.files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, open_folder
+from deltaplane_server.adapters.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    AdapterFile,
+    Digest,
+    FileState,
+    open_folder,
+)
+from deltaplane_server.adapters.host_pages import HostPages
+from deltaplane_server.adapters.known_digests import KnownDigests
+from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.lora_matrices import LoraMatrices, find_matrices
 from deltaplane_server.adapters.packing import PackedAdapter, converted, pack_pages, ranks_of, tensor_of
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_config
 from deltaplane_server.adapters.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
-    SafetensorsHeader,
-    read_header,
+    parse_header,
+    read_header_bytes,
 )
 from deltaplane_server.adapters.unservable import unservable
+
+_PLANS_KEPT = 32
+"""Of a configuration and a header; as many headers, which several configurations share."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the configuration and the header of an adapter say, checked."""
+
+    config: PeftLoraConfig
+    matrices: tuple[LoraMatrices, ...]
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What was read of both files.
+
+    weights: [n], uint8. states: see AdapterFile.state_if_unchanged. read_from: the clock when reading began.
+    """
+
+    config: bytes
+    weights: Tensor
+    states: Sequence[FileState | None]
+    read_from: int
 
 
 class PeftLoader:
@@ -32,11 +72,22 @@ class PeftLoader:
 
     layout: the linears of the base that take a delta.
     max_lora_rank: a higher rank is refused, and so bounds what is read.
-    dtype: of the rank pages. pin_memory: for pages that are copied to a CUDA device.
+    dtype: of the rank pages. host_pages: where they are packed; None takes new memory for each adapter.
+    threads: help to read and pack; None takes some for this loader alone.
+    sha256: makes the digest of an adapter. clock: ns since the epoch, as the ctime of files.
 
     The digest of an adapter is the SHA-256 of adapter_config.json followed by adapter_model.safetensors:
 
         cat adapter_config.json adapter_model.safetensors | sha256sum
+
+    It is computed when an adapter is inspected, and when it is packed, unless its files are known to be as
+    they were when this was last done: KnownDigests has the rule.
+
+    Loads run beside the thread that makes steps, so that what takes long lets go of the GIL: reading, the
+    digest and the arithmetic. Reading and arithmetic are divided among the threads of LoadThreads. What holds
+    the GIL, the checks of names and patterns, is done once for all adapters of the same configuration and
+    header. No memory is taken for a load that the last one has left: each 4 KiB of new memory is a page
+    fault.
     """
 
     def __init__(
@@ -45,29 +96,43 @@ class PeftLoader:
         *,
         max_lora_rank: int,
         dtype: torch.dtype,
-        pin_memory: bool = False,
+        host_pages: HostPages | None = None,
+        threads: LoadThreads | None = None,
+        sha256: Callable[[], Digest] = hashlib.sha256,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         self._layout = layout
         self._page_layout = RankPageLayout(layout)
         self._max_lora_rank = max_lora_rank
         self._dtype = dtype
-        self._pin_memory = pin_memory
+        self._host_pages = host_pages
+        self._file_buffers = _Buffers()
+        self._threads = threads or LoadThreads()
+        self._sha256 = sha256
+        self._known_digests = KnownDigests()
+        self._clock = clock
+        self._digests = ThreadPoolExecutor(thread_name_prefix="adapter-digest")
+        self._header = lru_cache(_PLANS_KEPT)(parse_header)
+        self._plan = lru_cache(_PLANS_KEPT)(self._make_plan)
 
     def inspect(self, source: Path) -> AdapterManifest:
         """Reads an adapter's files once and checks all there is to check, one tensor at a time in memory.
 
         Errors: InvalidArgumentError, which names what cannot be served exactly.
         """
-        digest = hashlib.sha256()
+        read_from = self._clock()
+        digest = self._sha256()
         with open_folder(source) as folder:
             with folder.open(CONFIG_FILE, digest) as file:
                 config_bytes = _read_config(file)
-            config = parse_config(config_bytes)
+                states = [file.state_if_unchanged()]
             with folder.open(WEIGHTS_FILE, digest) as file:
-                header = read_header(file.read, file.size)
-                matrices = self._find_matrices(header, config)
-                self._check_values(file, matrices)
+                plan = self._plan(config_bytes, read_header_bytes(file.read, file.size), file.size)
+                self._check_values(file, plan.matrices)
                 file.expect_end()
+                states.append(file.state_if_unchanged())
+        self._known_digests.put(states, digest.hexdigest(), read_from)
+        config, matrices = plan.config, plan.matrices
         rank = max(one.rank for one in matrices)
         return AdapterManifest(
             source=str(source),
@@ -90,22 +155,78 @@ class PeftLoader:
         InvalidArgumentError where they cannot be served exactly.
         """
         started = time.perf_counter()
-        config_bytes, weights = _read_unchanged(manifest)
-        read = time.perf_counter()
-        beginning = io.BytesIO(weights[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().tobytes())
-        header = read_header(beginning.read, len(weights))
-        matrices = self._find_matrices(header, parse_config(config_bytes))
-        body = weights[header.num_bytes :]
-        pages = pack_pages(matrices, body, self._page_layout, self._dtype, pin_memory=self._pin_memory)
+        with self._file_buffers.take(manifest.source_bytes) as buffer:
+            files = self._read_files(manifest, buffer)
+            read = time.perf_counter()
+            digest = self._begin_digest(files)
+            try:
+                plan, pages = self._pack_weights(files.config, files.weights)
+            except InvalidArgumentError:
+                if digest.result() == manifest.digest:
+                    raise
+            if digest.result() != manifest.digest:
+                raise _changed(manifest)
         return PackedAdapter(
             pages=pages,
-            ranks=ranks_of(matrices, self._page_layout),
+            ranks=ranks_of(plan.matrices, self._page_layout),
             read_ms=(read - started) * 1e3,
             pack_ms=(time.perf_counter() - read) * 1e3,
         )
 
-    def _find_matrices(self, header: SafetensorsHeader, config: PeftLoraConfig) -> list[LoraMatrices]:
-        return find_matrices(header.entries, config, self._layout, self._max_lora_rank)
+    def _pack_weights(self, config_bytes: bytes, weights: Tensor) -> tuple[_Plan, Tensor]:
+        beginning = io.BytesIO(weights[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().data)
+        plan = self._plan(config_bytes, read_header_bytes(beginning.read, len(weights)), len(weights))
+        pages = self._new_pages(rank_pages(max(one.rank for one in plan.matrices)))
+        pack_pages(plan.matrices, weights[plan.header_bytes :], self._page_layout, pages, self._threads)
+        return plan, pages
+
+    def _read_files(self, manifest: AdapterManifest, buffer: Tensor) -> _Files:
+        """Both files, as many bytes as when the manifest was made; the weights are a part of the buffer
+        [source_bytes], uint8."""
+        read_from = self._clock()
+        try:
+            with open_folder(Path(manifest.source)) as folder:
+                with folder.open(CONFIG_FILE) as file:
+                    config_bytes = _read_config(file)
+                    states = [file.state_if_unchanged()]
+                with folder.open(WEIGHTS_FILE) as file:
+                    if len(config_bytes) + file.size != manifest.source_bytes:
+                        raise _changed(manifest)
+                    weights = buffer[: file.size]
+                    file.read_in_pieces(weights.numpy().data, self._threads)
+                    file.expect_end()
+                    states.append(file.state_if_unchanged())
+        except InvalidArgumentError as error:
+            raise FailedPreconditionError(
+                f"the adapter's files can no longer be read: {error.message}", reason="ADAPTER_FILES_GONE"
+            ) from error
+        return _Files(config_bytes, weights, states, read_from)
+
+    def _begin_digest(self, files: _Files) -> Future[str]:
+        known = self._known_digests.get(files.states)
+        if known is None:
+            return self._digests.submit(self._compute_digest, files)
+        future: Future[str] = Future()
+        future.set_result(known)
+        return future
+
+    def _compute_digest(self, files: _Files) -> str:
+        digest = self._sha256()
+        digest.update(files.config)
+        digest.update(files.weights.numpy().data)
+        self._known_digests.put(files.states, digest.hexdigest(), files.read_from)
+        return digest.hexdigest()
+
+    def _make_plan(self, config_bytes: bytes, header_bytes: bytes, file_bytes: int) -> _Plan:
+        config = parse_config(config_bytes)
+        header = self._header(header_bytes, file_bytes)
+        matrices = find_matrices(header.entries, config, self._layout, self._max_lora_rank)
+        return _Plan(config, tuple(matrices), header.num_bytes)
+
+    def _new_pages(self, num_pages: int) -> Tensor:
+        if self._host_pages is None:
+            return torch.empty(num_pages, self._page_layout.page_elements, dtype=self._dtype)
+        return self._host_pages.take(num_pages)
 
     def _check_values(self, file: AdapterFile, matrices: Sequence[LoraMatrices]) -> None:
         """Reads the tensors, which is the rest of the file, and checks that pack can convert them."""
@@ -117,34 +238,33 @@ class PeftLoader:
             converted(entry, tensor_of(entry, buffer[: entry.nbytes]), scales[entry], self._dtype)
 
 
+class _Buffers:
+    """Memory for files that are read whole, used again and again: one piece for each load at a time."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[Tensor]:
+        """[num_bytes], uint8, of any content."""
+        try:
+            buffer = self._free.get_nowait()
+        except queue.Empty:
+            buffer = torch.empty(0, dtype=torch.uint8)
+        if len(buffer) < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            yield buffer[:num_bytes]
+        finally:
+            self._free.put(buffer)
+
+
 def _read_config(file: AdapterFile) -> bytes:
     if file.size > MAX_CONFIG_BYTES:
         raise unservable(f"{file.name} has {file.size} bytes; at most {MAX_CONFIG_BYTES} are read")
     data = file.read(file.size)
     file.expect_end()
     return data
-
-
-def _read_unchanged(manifest: AdapterManifest) -> tuple[bytes, Tensor]:
-    """The bytes of config and weights, which must be those that the manifest was made from."""
-    digest = hashlib.sha256()
-    try:
-        with open_folder(Path(manifest.source)) as folder:
-            with folder.open(CONFIG_FILE, digest) as file:
-                config_bytes = _read_config(file)
-            with folder.open(WEIGHTS_FILE, digest) as file:
-                if len(config_bytes) + file.size != manifest.source_bytes:
-                    raise _changed(manifest)
-                weights = torch.empty(file.size, dtype=torch.uint8)
-                file.read_into(weights.numpy().data)
-                file.expect_end()
-    except InvalidArgumentError as error:
-        raise FailedPreconditionError(
-            f"the adapter's files can no longer be read: {error.message}", reason="ADAPTER_FILES_GONE"
-        ) from error
-    if digest.hexdigest() != manifest.digest:
-        raise _changed(manifest)
-    return config_bytes, weights
 
 
 def _changed(manifest: AdapterManifest) -> FailedPreconditionError:

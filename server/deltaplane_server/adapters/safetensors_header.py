@@ -54,11 +54,20 @@ def read_header(read: Callable[[int], bytes], file_bytes: int) -> SafetensorsHea
 
     Errors: InvalidArgumentError.
     """
+    return parse_header(read_header_bytes(read, file_bytes), file_bytes)
+
+
+def read_header_bytes(read: Callable[[int], bytes], file_bytes: int) -> bytes:
+    """The bytes of a header, with the length before it. Errors: InvalidArgumentError."""
     if file_bytes < LENGTH_BYTES:
         raise unservable(f"{WEIGHTS_FILE} has {file_bytes} bytes, too few for a header; copy it again")
-    length = _header_length(read(LENGTH_BYTES), file_bytes)
-    num_bytes = LENGTH_BYTES + length
-    return SafetensorsHeader(_parse(read(length), file_bytes - num_bytes), num_bytes)
+    prefix = read(LENGTH_BYTES)
+    return prefix + read(_header_length(prefix, file_bytes))
+
+
+def parse_header(header: bytes, file_bytes: int) -> SafetensorsHeader:
+    """What read_header_bytes answered. Errors: InvalidArgumentError."""
+    return SafetensorsHeader(_parse(header[LENGTH_BYTES:], file_bytes - len(header)), len(header))
 
 
 def _header_length(prefix: bytes, file_bytes: int) -> int:

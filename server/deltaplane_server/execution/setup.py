@@ -21,7 +21,10 @@ from deltaplane_server.execution.token_feed import TokenFeed
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.decoder import Decoder, decoder_bytes
 from deltaplane_server.models.weights import WeightSource
+from deltaplane_server.scheduling.plan import NO_SLOT, ScheduledSequence, StepPlan
+from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
+from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 
 _MIB = 1 << 20
 
@@ -76,12 +79,21 @@ def set_up(
         model, num_pages=memory.num_kv_pages, page_size=config.page_size, dtype=dtype, device=device
     )
     feed = TokenFeed(max(config.max_num_seqs, batch_sizes(config.max_num_seqs)[-1]), max_tokens, device)
+    runner = _make_runner(config, decoder, kv_cache, feed, pool if config.enable_lora else None)
+    weights.finish()  # on a GPU they have come in while kernels were compiled and graphs captured
+    if device.type == "cuda":
+        _warm_up(runner, min(config.page_size, model.max_model_len))
     return Execution(
-        runner=_make_runner(config, decoder, kv_cache, feed, pool if config.enable_lora else None),
+        runner=runner,
         pool=pool,
         scheduler=replace(limits, num_pages=memory.num_kv_pages),
         memory=memory,
     )
+
+
+def uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decodes run as CUDA graphs."""
+    return device.type == "cuda" and not config.enforce_eager
 
 
 def _make_pool(
@@ -102,7 +114,7 @@ def _make_runner(
     config: EngineConfig, decoder: Decoder, kv_cache: KVCache, feed: TokenFeed, pool: AdapterPool | None
 ) -> ModelRunner:
     device = decoder.device
-    if device.type == "cpu":
+    if not uses_graphs(config, device):
         return ModelRunner(decoder, kv_cache, feed, pool)
     begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
     graphs = DecodeGraphs(decoder, kv_cache, feed, pool, max_num_seqs=config.max_num_seqs)
@@ -111,12 +123,34 @@ def _make_runner(
     return ModelRunner(decoder, kv_cache, feed, pool, graphs)
 
 
+def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
+    """Computes a prompt and a decode, greedy and drawn, in the first KV page: what these steps need beside
+    graphs is compiled now and not for the first request."""
+    begin = time.monotonic()
+    for temperature in (0.0, 1.0):
+        prompt = [0] * max(num_tokens - 1, 1)
+        params = SamplingParams(temperature=temperature)
+        sequence = TokenSequence(
+            0, "warm-up", 0, prompt, len(prompt), params, StopParams(max_tokens=2), pages=[0]
+        )
+        for start in (0, len(prompt)):
+            part = ScheduledSequence(sequence, start, len(sequence.tokens) - start, NO_SLOT, samples=True)
+            [sampled] = runner.submit(StepPlan([part], num_decodes=int(start > 0))).result()
+            sequence.tokens.append(sampled.token_id)
+        runner.forget(sequence)
+    log.info("server.warm_up", seconds=round(time.monotonic() - begin, 1))
+
+
 def _cuda_shares(
     config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, max_tokens: int
 ) -> list[MemoryShare]:
     """What a GPU needs beside weights, pages and a step's workspace."""
-    graphs = graph_bytes(model, config.max_num_seqs, config.page_size, dtype, with_lora=config.enable_lora)
-    shares = [MemoryShare("graphs", graphs), MemoryShare("libraries", _LIBRARY_BYTES)]
+    shares = [MemoryShare("libraries", _LIBRARY_BYTES)]
+    if uses_graphs(config, device):
+        graphs = graph_bytes(
+            model, config.max_num_seqs, config.page_size, dtype, with_lora=config.enable_lora
+        )
+        shares.append(MemoryShare("graphs", graphs))
     if config.enable_lora:
         from deltaplane_kernels.lora_cuda import MAX_RANK, partial_elements
 

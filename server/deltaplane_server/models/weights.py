@@ -1,18 +1,19 @@
-"""The tensors of a Hugging Face folder, read one by one from its safetensors files."""
+"""The tensors of a Hugging Face folder, read from its safetensors files."""
 
 import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_server.models.upload import TensorBytes, Upload
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -20,6 +21,10 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 """A buffer that old checkpoints carry; it is computed from the config."""
 _NAMES_SHOWN = 8
+_LENGTH_BYTES = 8
+"""Of the number at the start of a safetensors file: the length of its header, which is JSON."""
+
+log = structlog.get_logger(__name__)
 
 
 class WeightSource(Protocol):
@@ -45,27 +50,27 @@ class WeightSource(Protocol):
         ...
 
     def read_rows(self, *names: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensors below each other, as one tensor of `dtype` on `device`."""
+        """The tensors below each other, as one tensor of `dtype` on `device`.
+
+        On a GPU it is being filled when this returns, and whole after finish(): until then kernels may be
+        compiled and captured with it, but what they compute means nothing.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Returns when all that was read is whole. Errors: InvalidArgumentError where it cannot be read."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """file: that holds the tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Checkpoint:
-    """Where each tensor of a checkpoint is, and what it looks like. Holds no weight and no open file.
+    """Where each tensor of a checkpoint is, and what it looks like. Holds no weight.
 
     tensors: name to place, shape and dtype.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorBytes]) -> None:
         self.tensors = tensors
+        self._upload: Upload | None = None
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -75,7 +80,7 @@ class Checkpoint:
         dtype is not float32, bfloat16 or float16.
         """
         files = _files(folder)
-        tensors: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorBytes] = {}
         for file, wanted in files.items():
             tensors |= _read_header(file, wanted)
         if not tensors:
@@ -120,20 +125,39 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, in the checkpoint's dtype: a view of the file that is unmapped with it."""
+        path = self.tensors[name].file
         try:
-            with safe_open(self.tensors[name].file, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name)
                 return tensor
         except (OSError, SafetensorError) as error:
-            raise InvalidArgumentError(f"{self.tensors[name].file} cannot be read: {error}") from error
+            raise InvalidArgumentError(f"{path} cannot be read: {error}") from error
 
     def read_rows(self, *names: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensors below each other, as one tensor of `dtype` on `device`."""
-        shapes = [self.tensors[name].shape for name in names]
-        rows = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
-        for part, name in zip(torch.split(rows, [shape[0] for shape in shapes]), names, strict=True):
-            part.copy_(self.read(name))
+        """The tensors below each other, as one tensor of `dtype` on `device`; on a GPU see finish().
+
+        Errors: InvalidArgumentError where a file cannot be read.
+        """
+        sources = [self.tensors[name] for name in names]
+        heights = [source.shape[0] for source in sources]
+        rows = torch.empty(sum(heights), *sources[0].shape[1:], dtype=dtype, device=device)
+        parts = torch.split(rows, heights)
+        if device.type == "cpu":
+            for part, name in zip(parts, names, strict=True):
+                part.copy_(self.read(name))
+        else:
+            self._upload = self._upload or Upload(device)
+            for part, source in zip(parts, sources, strict=True):
+                self._upload.fill(part, source)
         return rows
+
+    def finish(self) -> None:
+        """Returns when all that was read is whole. Errors: InvalidArgumentError where it cannot be read."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.finish()
+            speed = f"{upload.num_bytes / upload.seconds / 1e9:.1f} GB/s"
+            log.info("server.weights", seconds=round(upload.seconds, 2), speed=speed)
 
 
 def _files(folder: Path) -> Mapping[Path, Sequence[str] | None]:
@@ -156,21 +180,34 @@ def _files(folder: Path) -> Mapping[Path, Sequence[str] | None]:
     )
 
 
-def _read_header(file: Path, wanted: Sequence[str] | None) -> dict[str, TensorInfo]:
+def _read_header(path: Path, wanted: Sequence[str] | None) -> dict[str, TensorBytes]:
     try:
-        with safe_open(file, framework="pt") as shard:
-            present = set(shard.keys())
-            names = [n for n in wanted if n in present] if wanted is not None else present
-            slices = {name: shard.get_slice(name) for name in names if not name.endswith(_IGNORED_SUFFIX)}
-            headers = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        with safe_open(path, framework="pt"):  # refuses what is damaged or cut off
+            header, start = _parse_header(path)
     except (OSError, SafetensorError) as error:
-        raise InvalidArgumentError(f"{file} cannot be read: {error}; fetch the model again") from error
-    for name, (_, dtype) in headers.items():
-        if dtype not in _DTYPES:
-            raise InvalidArgumentError(
-                f"{name} in {file} is {dtype}; served are {', '.join(_DTYPES)}: use the unquantized model"
-            )
-    return {name: TensorInfo(file, shape, _DTYPES[dtype]) for name, (shape, dtype) in headers.items()}
+        raise InvalidArgumentError(f"{path} cannot be read: {error}; fetch the model again") from error
+    names = header if wanted is None else [name for name in wanted if name in header]
+    return {
+        name: _place(name, header[name], path, start) for name in names if not name.endswith(_IGNORED_SUFFIX)
+    }
+
+
+def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of its tensors by name, and where the first one begins."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, _LENGTH_BYTES + length
+
+
+def _place(name: str, entry: Mapping[str, Any], path: Path, start: int) -> TensorBytes:
+    dtype = entry["dtype"]
+    if dtype not in _DTYPES:
+        raise InvalidArgumentError(
+            f"{name} in {path} is {dtype}; served are {', '.join(_DTYPES)}: use the unquantized model"
+        )
+    return TensorBytes(path, start + entry["data_offsets"][0], tuple(entry["shape"]), _DTYPES[dtype])
 
 
 def _some(names: Sequence[str]) -> str:
