@@ -6,7 +6,8 @@ SKIP_LANGUAGES ?=
 # More words for pytest, such as PYTEST_ARGS="tests/unit -k lora".
 PYTEST_ARGS ?=
 # What `make gpu-bench` runs, and more words for each, such as GPU_BENCHES=decode BENCH_ARGS="--rows 64,0 64,64".
-GPU_BENCHES ?= lora_kernels attention_kernels base_kernels decode through_grpc serve many_adapters first_token
+GPU_BENCHES ?= lora_kernels attention_kernels base_kernels sampling_kernels decode adapter_loads through_grpc serve \
+	many_adapters first_token
 BENCH_ARGS ?=
 
 PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11,\
@@ -79,6 +80,7 @@ stubs: install $(LANGUAGES:%=tools-%)
 
 bench: install
 	python -m bench.cpu
+	python -m bench.front_door
 
 # Warnings of versions that other machines bring are shown, and no errors.
 gpu-test: gpu-ready

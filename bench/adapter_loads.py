@@ -137,6 +137,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--interval", type=float, default=0.1, help="seconds from one load to the next")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_const", dest="repeats", const=1, help="one repeat")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in float32")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N; default: the first GPU")
     return parser.parse_args(argv)

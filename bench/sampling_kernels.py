@@ -8,6 +8,7 @@ are of one, the median. GB/s is of reading the logits once. Host is what one Sam
 takes of the host's time, outside a graph. Needs an NVIDIA GPU; takes less than 40 s.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -54,10 +55,13 @@ class Timing:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="logits of one spread only")
+    spreads = SPREADS[:1] if parser.parse_args().quick else SPREADS
     torch.manual_seed(0)
     timings = {
         f"{way} {rows} x std {spread:g}": _measure(rows, spread, options)
-        for spread in SPREADS
+        for spread in spreads
         for way, options in WAYS.items()
         for rows in ROWS
     }

@@ -122,7 +122,7 @@ class Runner(Protocol):
         ...
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drops what is kept for a finished sequence (its random state)."""
+        """Drops what is kept for a finished sequence (its token counts)."""
         ...
 
 

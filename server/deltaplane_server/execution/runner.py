@@ -86,7 +86,7 @@ class ModelRunner:
             return self._to_host(self._compute(plan))
 
     def forget(self, sequence: TokenSequence) -> None:
-        """Drops what is kept for a finished sequence (its random state)."""
+        """Drops what is kept for a finished sequence (its token counts)."""
         self._sampler.forget(sequence)
 
     def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> SampledBatch:
