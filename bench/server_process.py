@@ -19,13 +19,15 @@ _STOP_S = 60.0
 class ServerProcess:
     """A server that serves.
 
-    address, admin_address: host:port of both planes. ready_s: seconds from the command to ready.
+    address, admin_address, http_address: host:port of both planes, and of metrics and health.
+    ready_s: seconds from the command to ready.
     log: the file that it writes to.
     """
 
     pid: int
     address: str
     admin_address: str
+    http_address: str
     ready_s: float
     log: Path
 
@@ -60,8 +62,8 @@ def server_process(model: Path | str, *flags: str) -> Iterator[ServerProcess]:
                 time.sleep(_POLL_S)
             ready_s = time.perf_counter() - begin
             ports = json.loads(ports_file.read_text())
-            address, admin_address = (f"127.0.0.1:{ports[key]}" for key in ("port", "admin_port"))
-            yield ServerProcess(process.pid, address, admin_address, ready_s, log)
+            addresses = (f"127.0.0.1:{ports[key]}" for key in ("port", "admin_port", "http_port"))
+            yield ServerProcess(process.pid, *addresses, ready_s, log)
         finally:
             process.terminate()
             process.wait(_STOP_S)
