@@ -11,15 +11,15 @@ takes of the host's time, outside a graph. Needs an NVIDIA GPU; takes less than 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from bench import report
+from bench.graph_timing import microseconds
 from deltaplane_kernels.sampling import Draws, draw
 from deltaplane_server.execution.sampler import Sampler
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
@@ -79,7 +79,7 @@ def main() -> None:
 def _measure(rows: int, spread: float, options: list[Mapping[str, Any]]) -> Timing:
     logits = torch.randn(rows, VOCAB, device=GPU) * spread
     params = [SamplingParams(seed=row, **options[row % len(options)]) for row in range(rows)]
-    us = _time(partial(draw, logits, _draws(params)))
+    us = microseconds([partial(draw, logits, _draws(params))] * 10)
     return Timing(us, logits.nbytes / us / 1e3, _host_time(logits, params))
 
 
@@ -94,26 +94,6 @@ def _draws(params: list[SamplingParams]) -> Draws:
         column("min_p", torch.float32),
         torch.randint(1 << 62, (len(params),), device=GPU) * 4,
     )
-
-
-def _time(call: Callable[[], object]) -> float:
-    """Microseconds of a call, the median of 20 replays of 10 of them."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(21)]  # type: ignore[no-untyped-call]
-    for _ in range(3):
-        graph.replay()
-    for i, event in enumerate(events):
-        if i:
-            graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = [float(before.elapsed_time(after)) for before, after in pairwise(events)]
-    return statistics.median(times) * 1e3 / 10
 
 
 def _host_time(logits: torch.Tensor, params: list[SamplingParams]) -> float:
