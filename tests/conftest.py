@@ -4,8 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from control_plane import ControlPlane
+
+# For --hypothesis-profile=fuzz, by hand.
+settings.register_profile("fuzz", max_examples=20_000, print_blob=True)
 
 
 @pytest.fixture

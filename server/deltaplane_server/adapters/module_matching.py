@@ -20,6 +20,11 @@ from deltaplane_server.adapters.unservable import shown, unservable
 
 MAX_PATTERN_LENGTH = 4096
 MAX_REPETITIONS = 1000
+MAX_EXPANDED_LENGTH = 1 << 17
+"""Characters of all patterns of a configuration, each times its repetitions: what compiling takes follows it,
+by about 200 bytes and 5 us each."""
+MAX_CACHED_LENGTH = 1024
+"""Of a pattern, expanded, that the regex package may keep compiled; it keeps up to 500."""
 MATCH_SECONDS = 5.0
 
 OUTSIDE_LAYERS = ("embed_tokens", "lm_head")
@@ -41,6 +46,7 @@ class ModuleMatcher:
     def __init__(self, config: PeftLoraConfig) -> None:
         self._config = config
         self._deadline = time.monotonic() + MATCH_SECONDS
+        self._room = MAX_EXPANDED_LENGTH
         self._layers_patterns = [
             self._compile("layers_pattern", name, rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\.")
             for name in config.layers_pattern
@@ -113,23 +119,28 @@ class ModuleMatcher:
     def _compile(self, key: str, text: str, whole: str) -> "regex.Pattern[str]":
         """Compiles `whole`, the pattern `text` of the file in PEFT's own frame."""
         self._seconds_left()
-        if (
-            len(text) > MAX_PATTERN_LENGTH
-            or _repetitions(text) > MAX_REPETITIONS
-            or _READ_DIFFERENTLY.search(text)
-        ):
-            raise unservable(
-                f"{CONFIG_FILE} has the pattern {shown(text)} in {key}; patterns are of at most "
-                f"{MAX_PATTERN_LENGTH} characters and {MAX_REPETITIONS} counted repetitions, without nested "
-                "sets or literal braces"
-            )
+        length = self._expanded_length(key, text)
         try:
             re.compile(whole)
-            return regex.compile(whole)
+            return regex.compile(whole, cache_pattern=length <= MAX_CACHED_LENGTH)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
             raise unservable(
-                f"{CONFIG_FILE} has no valid pattern in {key}: {shown(text)}: {error}"
+                f"{CONFIG_FILE} has no valid pattern in {key}: {shown(text)}: {shown(str(error))}"
             ) from error
+
+    def _expanded_length(self, key: str, text: str) -> int:
+        """The length of a pattern times its repetitions, for which there must be room."""
+        if len(text) <= MAX_PATTERN_LENGTH and not _READ_DIFFERENTLY.search(text):
+            repetitions = _repetitions(text)
+            length = len(text) * repetitions
+            self._room -= length
+            if repetitions <= MAX_REPETITIONS and self._room >= 0:
+                return length
+        raise unservable(
+            f"{CONFIG_FILE} has the pattern {shown(text)} in {key}; patterns are of at most "
+            f"{MAX_PATTERN_LENGTH} characters and {MAX_REPETITIONS} counted repetitions, all together of "
+            f"{MAX_EXPANDED_LENGTH} characters times repetitions, without nested sets or literal braces"
+        )
 
 
 def _repetitions(text: str) -> int:

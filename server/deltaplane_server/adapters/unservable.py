@@ -15,7 +15,10 @@ def unservable(description: str, *, reason: str | None = None) -> InvalidArgumen
 
 def shown(value: object) -> str:
     """A value out of a file as a message may have it: escaped, and not long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # repr may go less deep than the parser that made the value
+        text = f"a {type(value).__name__} of many levels"
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
