@@ -81,6 +81,7 @@ stubs: install $(LANGUAGES:%=tools-%)
 bench: install
 	python -m bench.cpu
 	python -m bench.front_door
+	python -m bench.catalogue
 
 # Warnings of versions that other machines bring are shown, and no errors.
 gpu-test: gpu-ready

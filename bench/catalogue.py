@@ -204,7 +204,8 @@ def _scrape(address: str, expected: int) -> Times:
 
 def _restore_ms(log: Path, expected: int) -> float:
     """What the server logged of the catalogue that it found."""
-    restored = next(line for line in map(json.loads, log.open()) if line["event"] == "catalogue.restored")
+    lines = map(json.loads, log.read_text().splitlines())
+    restored = next(line for line in lines if line["message"] == "catalogue.restored")
     if restored["adapters"] != expected:
         raise SystemExit(f"bench.catalogue: {restored['adapters']} adapters were found again of {expected}")
     return float(restored["ms"])

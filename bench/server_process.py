@@ -62,8 +62,14 @@ def server_process(model: Path | str, *flags: str) -> Iterator[ServerProcess]:
                 time.sleep(_POLL_S)
             ready_s = time.perf_counter() - begin
             ports = json.loads(ports_file.read_text())
-            addresses = (f"127.0.0.1:{ports[key]}" for key in ("port", "admin_port", "http_port"))
-            yield ServerProcess(process.pid, *addresses, ready_s, log)
+            yield ServerProcess(
+                pid=process.pid,
+                address=f"127.0.0.1:{ports['port']}",
+                admin_address=f"127.0.0.1:{ports['admin_port']}",
+                http_address=f"127.0.0.1:{ports['http_port']}",
+                ready_s=ready_s,
+                log=log,
+            )
         finally:
             process.terminate()
             process.wait(_STOP_S)

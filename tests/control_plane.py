@@ -10,6 +10,7 @@ from typing import Self
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.leases import Lease
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
+from deltaplane_controlplane.upload_folder import UploadFolder
 from deltaplane_controlplane.views import AdapterView
 from fakes import FakeHostAdapter, FakeLoader, FakePool, write_adapter
 
@@ -40,6 +41,7 @@ class ControlPlane:
         max_lora_rank: int = 64,
         loader_threads: int = 2,
         catalogue: str | Path = ":memory:",
+        uploads: UploadFolder | None = None,
     ) -> None:
         self.root = folder / "adapters"
         self.root.mkdir(exist_ok=True)
@@ -50,6 +52,7 @@ class ControlPlane:
             pool=self.pool,
             config=ManagerConfig(max_lora_rank, host_bytes, (self.root,), loader_threads),
             catalogue=Catalogue(catalogue),
+            uploads=uploads,
         )
         self.ready = 0
         self.expelled: list[int] = []

@@ -34,6 +34,8 @@ class Administration:
     before the change shows; the monitor is not held meanwhile.
 
     Nothing here reads an adapter's files: manifests come checked.
+
+    release: told of a folder that a version has left for another with the same files.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Administration:
         catalogue: Catalogue,
         journal: Journal,
         reports: Reports,
+        release: Callable[[str], object],
         clock: Callable[[], float],
     ) -> None:
         self._monitor = monitor
@@ -53,6 +56,7 @@ class Administration:
         self._catalogue = catalogue
         self._journal = journal
         self._reports = reports
+        self._release = release
         self._clock = clock
         self._drains = Drains(monitor, residency)
         self._turn = threading.Lock()
@@ -243,6 +247,8 @@ class Administration:
         revision = self._catalogue.change(adapter.name, version.number, manifest, labels, now)
         with self._monitor:
             reason = "" if version.failure is None else "healed"
+            if version.manifest.source != manifest.source and version.load is None:
+                self._monitor.after(self._release, version.manifest.source)
             version.manifest = manifest
             version.failure = None
             adapter.labels = _own(labels)

@@ -68,14 +68,17 @@ class Admission:
         self._max_lora_rank = max_lora_rank
         self._host_cache_bytes = host_cache_bytes
 
-    def inspect(self, source: str, expected_digest: str = "", field: str = "source") -> AdapterManifest:
+    def inspect(
+        self, source: str, expected_digest: str = "", field: str = "source", *, is_upload: bool = False
+    ) -> AdapterManifest:
         """Checks an adapter's folder. Reads all of its files, so it takes its time.
 
+        is_upload: it is the server's own folder of an upload.
         Errors: InvalidArgumentError.
         """
-        folder = self.roots.resolve(source, field)
+        folder = self.roots.resolve(source, field, is_known=is_upload)
         manifest = self._loader.inspect(folder)
-        self._check_unmoved(source, folder, field)
+        self._check_unmoved(source, folder, field, is_known=is_upload)
         if expected_digest and manifest.digest != expected_digest.lower():
             raise InvalidArgumentError.for_field(
                 "expected_digest",
@@ -91,16 +94,16 @@ class Admission:
         Errors: FailedPreconditionError, InvalidArgumentError.
         """
         try:
-            folder = self.roots.resolve(manifest.source)
+            folder = self.roots.resolve(manifest.source, is_known=True)
             self._check_size(manifest, "source")
         except DeltaplaneError as error:
             raise FailedPreconditionError(error.message, reason=error.reason) from error
         adapter = self._loader.pack(manifest)
-        self._check_unmoved(manifest.source, folder)
+        self._check_unmoved(manifest.source, folder, "source", is_known=True)
         return adapter
 
-    def _check_unmoved(self, source: str, folder: Path, field: str = "source") -> None:
-        if self.roots.resolve(source, field) != folder:
+    def _check_unmoved(self, source: str, folder: Path, field: str, *, is_known: bool) -> None:
+        if self.roots.resolve(source, field, is_known=is_known) != folder:
             raise InvalidArgumentError.for_field(field, f"{source!r} was moved while it was read: try again")
 
     def size_problem(self, manifest: AdapterManifest) -> str:

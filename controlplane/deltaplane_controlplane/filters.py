@@ -36,14 +36,19 @@ class Filterable(Protocol):
 Filter = Callable[[Filterable], bool]
 
 
+def everything(_: Filterable) -> bool:
+    """The filter that lets all adapters through."""
+    return True
+
+
 def parse_filter(text: str) -> Filter:
-    """The predicate of a filter, which is true of everything where the text is empty.
+    """The predicate of a filter; `everything` where the text is empty.
 
     Grammar: `state=RESIDENT AND pinned=true AND name:prefix* AND labels.key="a value"`.
     Errors: InvalidArgumentError (field "filter").
     """
     if not text.strip():
-        return lambda _: True
+        return everything
     terms: list[Filter] = []
     rest = text.strip()
     while rest:
@@ -52,7 +57,7 @@ def parse_filter(text: str) -> Filter:
             raise _bad(f"{rest!r} is not understood; a filter is {_GRAMMAR}")
         terms.append(_predicate(match))
         rest = rest[match.end() :]
-    return lambda adapter: all(term(adapter) for term in terms)
+    return terms[0] if len(terms) == 1 else lambda adapter: all(term(adapter) for term in terms)
 
 
 def _predicate(match: re.Match[str]) -> Filter:
@@ -73,7 +78,8 @@ def _predicate(match: re.Match[str]) -> Filter:
 def _by_state(value: str) -> Filter:
     if value not in AdapterState.__members__:
         raise _bad(f"there is no state {value!r}; states are {', '.join(AdapterState.__members__)}")
-    return lambda adapter: adapter.state is AdapterState[value]
+    state = AdapterState[value]
+    return lambda adapter: adapter.state is state
 
 
 def _by_pin(value: str) -> Filter:

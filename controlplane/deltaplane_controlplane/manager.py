@@ -13,6 +13,7 @@ from deltaplane_controlplane.administration import Administration
 from deltaplane_controlplane.admission import Admission, check_labels, check_name
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import (
+    AlreadyExistsError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -28,7 +29,8 @@ from deltaplane_controlplane.registry import Registry, no_version
 from deltaplane_controlplane.reports import Reports
 from deltaplane_controlplane.residency import Residency
 from deltaplane_controlplane.sources import AllowedRoots
-from deltaplane_controlplane.versions import NO_LABELS, Tier, Version
+from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_controlplane.versions import NO_LABELS, AdapterState, Tier, Version
 from deltaplane_controlplane.views import (
     AdapterPage,
     AdapterStats,
@@ -67,6 +69,7 @@ class AdapterManager:
     changes in order; it is held while a change is written to the catalogue, which is before it shows. Files
     are read under neither.
 
+    uploads: where the adapters that were uploaded are. It takes out of it those whose version is gone.
     clock: seconds since the epoch.
     """
 
@@ -77,10 +80,12 @@ class AdapterManager:
         pool: DevicePool,
         config: ManagerConfig,
         catalogue: Catalogue,
+        uploads: UploadFolder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._num_slots = pool.num_slots
-        self._roots = AllowedRoots(config.allowed_roots)
+        self._uploads = uploads
+        self._roots = AllowedRoots(config.allowed_roots, uploads.path if uploads else None)
         self._admission = Admission(
             loader,
             pool,
@@ -118,6 +123,7 @@ class AdapterManager:
             catalogue=catalogue,
             journal=self._journal,
             reports=self._reports,
+            release=self._release,
             clock=clock,
         )
         self._restore(catalogue)
@@ -212,6 +218,43 @@ class AdapterManager:
         self._roots.trust(folder)
         manifest = self._admission.inspect(str(folder))
         return self._administration.admit(name, manifest, NO_LABELS, replace=True)
+
+    def check_upload(self, name: str, *, replace: bool) -> None:
+        """Whether an adapter may be uploaded under a name, told before its bytes come; `register_upload` has
+        the last word.
+
+        Errors: AlreadyExistsError; NotFoundError (nothing to replace).
+        """
+        with self._monitor:
+            if replace:
+                self._registry.get(name)
+                return
+            adapter = self._registry.find_registered(name)
+            if adapter is not None and adapter.current.failure is None:
+                raise AlreadyExistsError(
+                    f"adapter {name!r} is registered (version {adapter.current.number}, SHA-256 "
+                    f"{adapter.current.manifest.digest}): replace it, or take another name",
+                    reason="ADAPTER_ALREADY_EXISTS",
+                    metadata={"adapter": name, "digest": adapter.current.manifest.digest},
+                )
+
+    def register_upload(
+        self, name: str, folder: str, *, labels: Mapping[str, str] = NO_LABELS, replace: bool = False
+    ) -> AdapterView:
+        """Registers what was uploaded to `folder`, or with `replace` makes it the next version of an adapter,
+        whose labels stay where there are none. An adapter that was registered with the same files meanwhile
+        stays as it is: the answer's source is then another folder.
+
+        Errors: as `register`, or with `replace` as `update`.
+        """
+        check_name(name)
+        check_labels(labels)
+        manifest = self._admission.inspect(folder, field="header.files", is_upload=True)
+        if not replace:
+            return self._administration.admit(name, manifest, labels)
+        return self._administration.change(
+            name, manifest, labels or None, etag="", keep=False, validate_only=False
+        )
 
     def update(
         self,
@@ -357,6 +400,10 @@ class AdapterManager:
         """Totals for metrics."""
         return self._reports.stats()
 
+    def count_states(self) -> Mapping[AdapterState, int]:
+        """How many adapters are in each state."""
+        return self._reports.count_states()
+
     def subscribe(self, wake: Callable[[], None], resume_token: str = "") -> Subscription:
         """A reader of events (see EventLog.subscribe)."""
         return self._events.subscribe(wake, resume_token)
@@ -379,12 +426,20 @@ class AdapterManager:
         self._journal.record(EventType.DELETED, version)
         if self._hook_gone is not None:
             self._monitor.after(self._hook_gone, version.uid)
+        self._monitor.after(self._release, version.manifest.source)
+
+    def _release(self, source: str) -> None:
+        """No version needs this folder any more."""
+        if self._uploads is not None:
+            self._uploads.discard(source)
 
     def _restore(self, catalogue: Catalogue) -> None:
         begun = time.monotonic()
         for stored in catalogue.load():
             for version in self._registry.restore(stored).versions:
                 version.failure = self._admission.size_problem(version.manifest) or None
+        if self._uploads is not None:
+            self._uploads.sweep(v.manifest.source for adapter in self._registry for v in adapter.versions)
         _log.info(
             "catalogue.restored",
             adapters=len(self._registry),

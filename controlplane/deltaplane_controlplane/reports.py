@@ -1,15 +1,18 @@
 """What the adapter manager tells of adapters, slots and tiers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from deltaplane_controlplane.capacity import capacity_view
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_controlplane.filters import PageToken, parse_filter
+from deltaplane_controlplane.filters import Filter, PageToken, everything, parse_filter
 from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.ports import AdapterManifest
 from deltaplane_controlplane.registry import Registry, not_found
 from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.versions import Adapter
+from deltaplane_controlplane.versions import Adapter, AdapterState
 from deltaplane_controlplane.views import (
     AdapterPage,
     AdapterStats,
@@ -24,7 +27,7 @@ from deltaplane_controlplane.views import (
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
-_BATCH = 256
+_BATCH = 64
 
 
 class Reports:
@@ -69,17 +72,22 @@ class Reports:
             raise InvalidArgumentError.for_field("page_size", f"{page_size} is below 0; 0 takes the default")
         size = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = PageToken.decode(page_token, filter).after
-        page: list[AdapterView] = []
-        total = 0
-        more = False
-        for name, view in self._matching(filter, lambda name: name > after and len(page) < size):
-            total += 1
-            if view is not None:
-                page.append(view)
-            else:
-                more = more or name > after
-        token = PageToken(page[-1].name, filter).encode() if more else ""
-        return AdapterPage(tuple(page), token, total)
+        matches = parse_filter(filter)
+        names = self._names()
+        begin = bisect_right(names, after)
+        page = self._first(names[begin:], matches, size)
+        end = bisect_right(names, page[-1].name) if len(page) == size else len(names)
+        behind = self._count(names[end:], matches)
+        token = PageToken(page[-1].name, filter).encode() if behind else ""
+        return AdapterPage(tuple(page), token, self._count(names[:begin], matches) + len(page) + behind)
+
+    def count_states(self) -> Mapping[AdapterState, int]:
+        """How many adapters are in each state."""
+        counts = Counter(dict.fromkeys(AdapterState, 0))
+        for batch in _batches(self._names()):
+            with self._monitor:
+                counts.update(adapter.state for adapter in self._matching(batch, everything))
+        return counts
 
     def slots(self) -> tuple[SlotView, ...]:
         """All slots, in order."""
@@ -121,20 +129,39 @@ class Reports:
                 waiting=tuple(sorted(residency.waiting)),
             )
 
-    def _matching(
-        self, filter: str, wants_view: Callable[[str], bool]
-    ) -> Iterator[tuple[str, AdapterView | None]]:
-        """Names that a filter lets through, in order, with views where they are wanted."""
-        matches = parse_filter(filter)
+    def _names(self) -> Sequence[str]:
         with self._monitor:
-            names = self._registry.names
-        for start in range(0, len(names), _BATCH):
-            with self._monitor:
-                found = (self._registry.find(name) for name in names[start : start + _BATCH])
-                batch = [adapter for adapter in found if adapter is not None and matches(adapter)]
-            for adapter in batch:
-                yield adapter.name, self._locked_view(adapter) if wants_view(adapter.name) else None
+            return self._registry.names
 
-    def _locked_view(self, adapter: Adapter) -> AdapterView:
-        with self._monitor:
-            return self.view(adapter)
+    def _first(self, names: Sequence[str], matches: Filter, count: int) -> list[AdapterView]:
+        """The first `count` of these adapters that a filter lets through."""
+        views: list[AdapterView] = []
+        for batch in _batches(names):
+            with self._monitor:
+                positions = self._residency.device.eviction_order()
+                views += (
+                    adapter_view(adapter, self._page_bytes, positions.get(adapter.current))
+                    for adapter in islice(self._matching(batch, matches), count - len(views))
+                )
+            if len(views) == count:
+                break
+        return views
+
+    def _count(self, names: Sequence[str], matches: Filter) -> int:
+        """How many of these adapters a filter lets through."""
+        if matches is everything:
+            return len(names)
+        count = 0
+        for batch in _batches(names):
+            with self._monitor:
+                count += sum(1 for _ in self._matching(batch, matches))
+        return count
+
+    def _matching(self, names: Sequence[str], matches: Filter) -> Iterator[Adapter]:
+        """Those that are still there and that a filter lets through; the monitor is held."""
+        found = (self._registry.find(name) for name in names)
+        return (adapter for adapter in found if adapter is not None and matches(adapter))
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[start : start + _BATCH] for start in range(0, len(names), _BATCH))

@@ -18,9 +18,9 @@ from deltaplane_controlplane.conversion import (
     to_watch,
     update_arguments,
 )
-from deltaplane_controlplane.errors import UnimplementedError
 from deltaplane_controlplane.manager import DEFAULT_DRAIN_TIMEOUT_S, AdapterManager
 from deltaplane_controlplane.ports import ServerFiguresSource
+from deltaplane_controlplane.uploads import ACCEPTED, Uploads
 from deltaplane_controlplane.versions import Tier
 from deltaplane_controlplane.watch import watch
 
@@ -35,19 +35,26 @@ class AdapterServicer(AdapterServiceServicer):
     What reads files or writes the catalogue runs on threads of the servicer's own, so that it never makes
     questions wait.
 
-    figures: what GetCapacity tells of KV pages and memory.
+    figures: what GetCapacity tells of KV pages and memory. uploads: taken over.
     """
 
     def __init__(
-        self, manager: AdapterManager, figures: ServerFiguresSource, *, num_threads: int = 16
+        self,
+        manager: AdapterManager,
+        figures: ServerFiguresSource,
+        uploads: Uploads,
+        *,
+        num_threads: int = 16,
     ) -> None:
         self._manager = manager
         self._figures = figures
+        self._uploads = uploads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-admin")
 
     def close(self) -> None:
         """Waits for changes under way; called after the gRPC server and the manager have stopped."""
         self._threads.shutdown(cancel_futures=True)
+        self._uploads.close()
 
     async def RegisterAdapter(self, request: pb.RegisterAdapterRequest, context: _Context) -> pb.Adapter:
         view = await self._change(
@@ -68,13 +75,14 @@ class AdapterServicer(AdapterServiceServicer):
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: _Context
     ) -> pb.ListAdaptersResponse:
-        page = await asyncio.to_thread(
-            self._manager.list_adapters,
-            page_size=request.page_size,
-            page_token=request.page_token,
-            filter=request.filter,
+        # A large page takes milliseconds to put into a message as well.
+        return await asyncio.to_thread(
+            lambda: to_list(
+                self._manager.list_adapters(
+                    page_size=request.page_size, page_token=request.page_token, filter=request.filter
+                )
+            )
         )
-        return to_list(page)
 
     async def UpdateAdapter(self, request: pb.UpdateAdapterRequest, context: _Context) -> pb.Adapter:
         source, labels = update_arguments(request)
@@ -131,10 +139,10 @@ class AdapterServicer(AdapterServiceServicer):
     async def UploadAdapter(
         self, request_iterator: AsyncIterable[pb.UploadAdapterRequest], context: _Context
     ) -> pb.Adapter:
-        raise UnimplementedError(
-            "UploadAdapter is not served by this version: put the files under an allowed root and register "
-            "the adapter"
-        )
+        async def accept() -> None:
+            await context.send_initial_metadata((ACCEPTED,))
+
+        return to_adapter(await self._uploads.receive(request_iterator, accept))
 
     async def ListSlots(self, request: pb.ListSlotsRequest, context: _Context) -> pb.ListSlotsResponse:
         return pb.ListSlotsResponse(slots=[to_slot(slot) for slot in self._manager.slots()])

@@ -13,10 +13,14 @@ class AllowedRoots:
 
     A path is checked when it is registered, again after it was inspected, and again before each load, so
     that a link that is changed in between is found; what is read must also have the registered digest.
+
+    uploads: the server's own folder of uploaded adapters, links resolved. No root opens it: what is in it
+    belongs to the adapter that it was uploaded for, and goes with it.
     """
 
-    def __init__(self, roots: Iterable[Path] = ()) -> None:
+    def __init__(self, roots: Iterable[Path] = (), uploads: Path | None = None) -> None:
         self._roots = tuple(dict.fromkeys(_real(root) for root in roots))
+        self._uploads = uploads
         self._lock = threading.Lock()
 
     def trust(self, folder: Path) -> None:
@@ -29,16 +33,18 @@ class AllowedRoots:
         with self._lock:
             self._roots = tuple(dict.fromkeys((*self._roots, real, *links)))
 
-    def resolve(self, source: str, field: str = "source") -> Path:
+    def resolve(self, source: str, field: str = "source", *, is_known: bool = False) -> Path:
         """The real path of an adapter's folder.
 
+        is_known: the server itself names it, for an adapter that was uploaded or registered: it may be an
+            upload.
         Errors: InvalidArgumentError (on `field`), which names the allowed roots. It does not tell what
         there is outside of them.
         """
         if not os.path.isabs(source) or "\0" in source:
             raise _refused(field, f"{source!r} is not an absolute path; adapters come from {self}")
         folder = _real(Path(source))
-        self._check_inside(folder, source, field)
+        self._check_inside(folder, source, field, is_known)
         try:
             names = os.listdir(folder)
         except FileNotFoundError:
@@ -48,14 +54,17 @@ class AllowedRoots:
         except OSError as error:
             raise _unreadable(field, f"{source!r} cannot be read: {error.strerror}") from None
         for name in names:
-            self._check_inside(_real(folder / name), f"{source}/{name}", field)
+            self._check_inside(_real(folder / name), f"{source}/{name}", field, is_known)
         return folder
 
     def __str__(self) -> str:
         return ", ".join(map(str, self._roots)) or "no folder: start the server with --adapter-roots"
 
-    def _check_inside(self, path: Path, shown: str, field: str) -> None:
-        if not any(path.is_relative_to(root) for root in self._roots):
+    def _check_inside(self, path: Path, shown: str, field: str, is_known: bool) -> None:
+        if self._uploads is not None and path.is_relative_to(self._uploads):
+            if not is_known:
+                raise _refused(field, f"{shown!r} is an upload, and belongs to the adapter that it came for")
+        elif not any(path.is_relative_to(root) for root in self._roots):
             raise _refused(
                 field,
                 f"{shown!r} lies outside of the allowed roots, links resolved: adapters come from {self}",

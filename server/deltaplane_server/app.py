@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import DeltaplaneError
+from deltaplane_controlplane.upload_folder import UploadFolder
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import EngineConfig, ServerConfig
 from deltaplane_server.interpreter import freeze_heap, share_fairly
@@ -98,8 +99,10 @@ async def running_server(
                 make_backend = await asyncio.to_thread(_find_backend, config.engine)
             catalogue = _open_catalogue(config.state)
             undo.callback(catalogue.close)
+            uploads = UploadFolder(config.upload_folder)
+            undo.callback(uploads.close)
             backend = await asyncio.to_thread(make_backend, config.engine)
-            server = Server(config, backend, catalogue, lifecycle, registry)
+            server = Server(config, backend, catalogue, uploads, lifecycle, registry)
             on_loaded()
             undo.pop_all()
         try:

@@ -64,6 +64,7 @@ def server_config(arguments: argparse.Namespace) -> ServerConfig:
         http_host=arguments.http_host,
         http_port=arguments.http_port,
         state=arguments.state or _default_state(name),
+        upload_dir=arguments.upload_dir,
         lora_modules=tuple(arguments.lora_modules),
         adapter_roots=tuple(arguments.adapter_roots),
         drain_timeout_s=arguments.drain_timeout,
@@ -259,6 +260,13 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='SQLite file of the catalogue of adapters, or ":memory:" '
         "(default: deltaplane/<model>.sqlite3 in XDG_STATE_HOME)",
+    )
+    group.add_argument(
+        "--upload-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of this server's own for uploaded adapters; those that its catalogue does not name are "
+        "removed from it (default: beside the catalogue, or a temporary one)",
     )
 
 

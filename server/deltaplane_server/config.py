@@ -74,6 +74,7 @@ class ServerConfig:
 
     port, admin_port, http_port: 0 takes a free one; `ports_file` then tells which, as JSON.
     state: the SQLite file of the catalogue, or ":memory:".
+    upload_dir: keeps uploaded adapters; None keeps them beside the catalogue's file, and as long as it.
     lora_modules: registered before the server is ready, and loaded as far as there are slots.
     adapter_roots: folders from which the control plane may register adapters, beside lora_modules' own.
     drain_timeout_s: seconds that running streams get at shutdown.
@@ -89,6 +90,7 @@ class ServerConfig:
     http_host: str = "0.0.0.0"
     http_port: int = 9400
     state: str = ":memory:"
+    upload_dir: Path | None = None
     lora_modules: tuple[LoraModule, ...] = ()
     adapter_roots: tuple[Path, ...] = ()
     drain_timeout_s: float = 30.0
@@ -98,3 +100,10 @@ class ServerConfig:
     log_level: str = "info"
     log_prompts: bool = False
     vllm_metrics: bool = False
+
+    @property
+    def upload_folder(self) -> Path | None:
+        """Where uploaded adapters are kept; None is a temporary folder."""
+        if self.upload_dir is not None or self.state == ":memory:":
+            return self.upload_dir
+        return Path(f"{self.state}.uploads")

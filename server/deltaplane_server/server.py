@@ -11,9 +11,12 @@ from deltaplane.v1 import adapters_pb2_grpc, generation_pb2_grpc
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import DeltaplaneError, ResourceExhaustedError
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
-from deltaplane_controlplane.ports import ServerFigures
+from deltaplane_controlplane.ports import ServerFigures, rank_pages
 from deltaplane_controlplane.service import AdapterServicer
-from deltaplane_controlplane.versions import AdapterState, Tier
+from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_controlplane.uploads import UploadLimits, Uploads
+from deltaplane_controlplane.versions import Tier
+from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import LoraModule, ServerConfig
 from deltaplane_server.dataplane.admission import Admission
@@ -38,6 +41,9 @@ _LAST_WORDS_S = 5.0
 
 _ENGINE_CHECK_S = 0.5
 
+_MAX_HEADER_BYTES = 4 << 20
+"""Of an uploaded safetensors file: more than its reader takes."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -52,17 +58,19 @@ class Server:
         config: ServerConfig,
         backend: Backend,
         catalogue: Catalogue,
+        uploads: UploadFolder,
         lifecycle: Lifecycle,
         registry: CollectorRegistry,
     ) -> None:
-        """Takes the catalogue over. Errors: those of AdapterManager."""
+        """Takes the catalogue and the folder over. Errors: those of AdapterManager."""
         self._config = config
         self._lifecycle = lifecycle
         self._failed = asyncio.Event()
         self._stopping = asyncio.Lock()
         self._stopped = False
         self._watch: asyncio.Task[None] | None = None
-        self.manager = _make_manager(config, backend, catalogue)
+        self._upload_folder = uploads
+        self.manager = _make_manager(config, backend, catalogue, uploads)
         self.engine = Engine(
             Scheduler(backend.scheduler),
             backend.runner,
@@ -78,7 +86,9 @@ class Server:
         self._streams = AsyncEngine(self.engine)
         self._limits = _request_limits(backend)
         self._prompts = Prompts(backend.tokenizer, self._limits)
-        self._admin = AdapterServicer(self.manager, self._figures)
+        self._admin = AdapterServicer(
+            self.manager, self._figures, Uploads(self.manager, uploads, _upload_limits(config, backend))
+        )
         self._backend = backend
         grpc_metrics = GrpcServerMetrics(registry)
         self._data_plane = self._make_data_plane(grpc_metrics)
@@ -132,6 +142,7 @@ class Server:
         await asyncio.to_thread(self.manager.close)
         await self._control_plane.stop(_LAST_WORDS_S)
         await asyncio.to_thread(self._admin.close)
+        await asyncio.to_thread(self._upload_folder.close)
         self._prompts.close()
         log.info("server.stopped")
 
@@ -168,7 +179,7 @@ class Server:
         engine, manager = self.engine, self.manager
         registry.register(EngineCollector(engine.stats))
         registry.register(
-            AdapterCollector(manager.stats, manager.slots, manager.capacity, self._count_in_state)
+            AdapterCollector(manager.stats, manager.slots, manager.capacity, manager.count_states)
         )
         name = self._config.engine.served_model_name
         if self._config.vllm_metrics:
@@ -177,9 +188,6 @@ class Server:
         Info("deltaplane_server", "What is served.", registry=registry).info(
             {"version": VERSION, "model": name, "dtype": facts.dtype, "device": facts.device}
         )
-
-    def _count_in_state(self, state: AdapterState) -> int:
-        return self.manager.list_adapters(page_size=1, filter=f"state={state.name}").total_size
 
     def _figures(self) -> ServerFigures:
         """For GetCapacity."""
@@ -222,7 +230,9 @@ class Server:
         log.error("server.engine_failed")
 
 
-def _make_manager(config: ServerConfig, backend: Backend, catalogue: Catalogue) -> AdapterManager:
+def _make_manager(
+    config: ServerConfig, backend: Backend, catalogue: Catalogue, uploads: UploadFolder
+) -> AdapterManager:
     return AdapterManager(
         loader=backend.loader,
         pool=backend.pool,
@@ -232,6 +242,17 @@ def _make_manager(config: ServerConfig, backend: Backend, catalogue: Catalogue) 
             allowed_roots=config.adapter_roots,
         ),
         catalogue=catalogue,
+        uploads=uploads,
+    )
+
+
+def _upload_limits(config: ServerConfig, backend: Backend) -> UploadLimits:
+    """Files that fit: the elements of an adapter of the highest rank, as float32, which takes no more than
+    twice the bytes of its rank pages."""
+    pages = rank_pages(config.engine.max_lora_rank)
+    return UploadLimits(
+        max_config_bytes=MAX_CONFIG_BYTES,
+        max_weights_bytes=_MAX_HEADER_BYTES + 2 * pages * backend.pool.page_bytes,
     )
 
 

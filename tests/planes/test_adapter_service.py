@@ -21,6 +21,8 @@ from deltaplane_controlplane.events import EventType
 from deltaplane_controlplane.interceptor import DETAILS_KEY, ErrorInterceptor
 from deltaplane_controlplane.ports import ServerFigures
 from deltaplane_controlplane.service import AdapterServicer
+from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_controlplane.uploads import UploadLimits, Uploads
 from deltaplane_controlplane.versions import AdapterState, Tier
 
 if TYPE_CHECKING:
@@ -30,9 +32,12 @@ FIGURES = ServerFigures(kv_pages=100, free_kv_pages=40, kv_page_size=16, memory=
 
 
 @pytest_asyncio.fixture
-async def stub(plane: ControlPlane) -> AsyncIterator["AdapterServiceAsyncStub"]:
+async def stub(plane: ControlPlane, tmp_path: Path) -> AsyncIterator["AdapterServiceAsyncStub"]:
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
-    servicer = AdapterServicer(plane.manager, lambda: FIGURES)
+    folder = UploadFolder(tmp_path / "uploads")
+    servicer = AdapterServicer(
+        plane.manager, lambda: FIGURES, Uploads(plane.manager, folder, UploadLimits(1000, 1000))
+    )
     add_AdapterServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -40,6 +45,7 @@ async def stub(plane: ControlPlane) -> AsyncIterator["AdapterServiceAsyncStub"]:
         yield AdapterServiceStub(channel)
     await server.stop(None)
     servicer.close()
+    folder.close()
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, status_pb2.Status]:
@@ -327,13 +333,6 @@ async def test_watch_refusals_and_its_end(plane: ControlPlane, stub: "AdapterSer
     assert code is grpc.StatusCode.UNAVAILABLE
     code, _ = await refusal(stub.UnpinAdapter(pb.UnpinAdapterRequest(name="a")))
     assert code is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_upload_is_not_served_by_name(stub: "AdapterServiceAsyncStub") -> None:
-    header = pb.UploadAdapterRequest(header=pb.UploadHeader(name="a"))
-    code, status = await refusal(stub.UploadAdapter(iter([header])))
-    assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert "UploadAdapter" in status.message
 
 
 def test_every_state_tier_and_event_has_its_word_on_the_wire(plane: ControlPlane, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.port, config.admin_port, config.http_port) == (50051, 50052, 9400)
     assert config.admin_host == "127.0.0.1"
     assert config.state == "/state/deltaplane/org_model.sqlite3"
+    assert config.upload_folder == Path("/state/deltaplane/org_model.sqlite3.uploads")
     assert config.engine.max_loras == 4
     assert config.log_format is LogFormat.CONSOLE
     assert not config.log_prompts
@@ -70,6 +71,13 @@ def test_flags_reach_the_configuration(adapter: Path) -> None:
     assert (config.state, config.drain_timeout_s) == (":memory:", 1.5)
     assert config.log_format is LogFormat.JSON
     assert config.vllm_metrics
+
+
+def test_uploads_are_kept_as_long_as_the_catalogue_or_where_they_are_told() -> None:
+    assert parse("m", "--state", ":memory:").upload_folder is None
+    assert parse("m", "--state", "/s/c.db").upload_folder == Path("/s/c.db.uploads")
+    for state in (":memory:", "/s/c.db"):
+        assert parse("m", "--state", state, "--upload-dir", "/u").upload_folder == Path("/u")
 
 
 @pytest.mark.parametrize(

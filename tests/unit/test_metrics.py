@@ -150,7 +150,7 @@ def test_a_histogram_of_one_writer_tells_what_any_other_does() -> None:
 
 def test_queues_pages_and_slots_are_read_at_the_scrape(registry: CollectorRegistry, http: HttpServer) -> None:
     registry.register(EngineCollector(lambda: ENGINE))
-    registry.register(AdapterCollector(lambda: ADAPTERS, lambda: SLOTS, lambda: CAPACITY, STATES.__getitem__))
+    registry.register(AdapterCollector(lambda: ADAPTERS, lambda: SLOTS, lambda: CAPACITY, lambda: STATES))
     found = samples(http)
     assert value(found, "deltaplane_requests_running") == 2
     assert value(found, "deltaplane_requests_waiting") == 3

@@ -1,7 +1,7 @@
 """What is true at the moment of a scrape: queues, pages, slots, adapters."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,12 +35,12 @@ class AdapterCollector(Collector):
         stats: Callable[[], AdapterStats],
         slots: Callable[[], Sequence[SlotView]],
         capacity: Callable[[], CapacityView],
-        count_in_state: Callable[[AdapterState], int],
+        count_states: Callable[[], Mapping[AdapterState, int]],
     ) -> None:
         self._stats = stats
         self._slots = slots
         self._capacity = capacity
-        self._count_in_state = count_in_state
+        self._count_states = count_states
 
     def collect(self) -> Iterable[Metric]:
         stats, capacity = self._stats(), self._capacity()
@@ -64,8 +64,8 @@ class AdapterCollector(Collector):
 
     def _states(self) -> Metric:
         family = GaugeMetricFamily("deltaplane_adapters", "Adapters in each state.", labels=["state"])
-        for state in AdapterState:
-            family.add_metric([state.value.lower()], self._count_in_state(state))
+        for state, count in self._count_states().items():
+            family.add_metric([state.value.lower()], count)
         return family
 
     @staticmethod

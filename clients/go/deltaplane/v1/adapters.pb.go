@@ -1692,7 +1692,7 @@ type UploadFile struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// Required. "adapter_config.json" or a name that ends in ".safetensors"; no folders.
+	// Required. "adapter_config.json" or "adapter_model.safetensors"; each comes once.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Required.
 	SizeBytes uint64 `protobuf:"varint,2,opt,name=size_bytes,json=sizeBytes,proto3" json:"size_bytes,omitempty"`

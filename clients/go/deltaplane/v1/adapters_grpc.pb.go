@@ -48,7 +48,7 @@ type AdapterServiceClient interface {
 	// Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
 	RollbackAdapter(ctx context.Context, in *RollbackAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Receives an adapter's files in chunks and registers it. The first message is the header.
-	// Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
 	UploadAdapter(ctx context.Context, opts ...grpc.CallOption) (AdapterService_UploadAdapterClient, error)
 	// Lists the device slots, in order of slot.
 	ListSlots(ctx context.Context, in *ListSlotsRequest, opts ...grpc.CallOption) (*ListSlotsResponse, error)
@@ -276,7 +276,7 @@ type AdapterServiceServer interface {
 	// Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
 	RollbackAdapter(context.Context, *RollbackAdapterRequest) (*Adapter, error)
 	// Receives an adapter's files in chunks and registers it. The first message is the header.
-	// Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
 	UploadAdapter(AdapterService_UploadAdapterServer) error
 	// Lists the device slots, in order of slot.
 	ListSlots(context.Context, *ListSlotsRequest) (*ListSlotsResponse, error)

@@ -1,10 +1,13 @@
 """The asyncio client of the control plane."""
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from deltaplane import requests
+from deltaplane.adapter_files import UPLOAD_ACCEPTED, upload_header, upload_requests_async
 from deltaplane.aio.calls import AsyncStream, Plane
 from deltaplane.channel import DEFAULT_ADMIN_ADDRESS, ChannelConfig
 from deltaplane.requests import Tier
@@ -71,6 +74,30 @@ class AsyncAdapterClient:
             idempotency_key=idempotency_key,
         )
         return await self._plane.unary(self._stub.RegisterAdapter, request, timeout=timeout)
+
+    async def upload(
+        self,
+        name: str,
+        folder: str | os.PathLike[str],
+        *,
+        labels: Mapping[str, str] | None = None,
+        replace: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Sends a PEFT folder of this machine to the server and makes it known under a name. The server keeps
+        the files as long as a version needs them.
+
+        folder: has adapter_config.json and adapter_model.safetensors.
+        replace: give these files to the adapter of this name, as update() does; its labels stay where none
+            are given.
+        """
+        header = await asyncio.to_thread(upload_header, name, folder, labels, replace)
+        return await self._plane.upload(
+            self._stub.UploadAdapter,
+            lambda: upload_requests_async(header, folder),
+            accepted=UPLOAD_ACCEPTED,
+            timeout=timeout,
+        )
 
     async def get(self, name: str, *, timeout: float | None = None) -> Adapter:
         """One adapter."""

@@ -1,7 +1,7 @@
 """One plane of a server as an asyncio channel: unary calls and streams with errors, tries and timeouts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, cast
 
@@ -39,9 +39,43 @@ class Plane:
     ) -> Response:
         """Calls and waits for the answer."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=idempotent)
+        return await self._try(
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata), attempts
+        )
+
+    async def upload(
+        self,
+        method: grpc.aio.StreamUnaryMultiCallable[Request, Response],
+        requests: Callable[[], AsyncIterator[Request]],
+        *,
+        accepted: str,
+        timeout: float | None,
+    ) -> Response:
+        """Calls, sends all requests and waits for the answer. Each try asks for the requests anew.
+
+        The others are not sent before the server has accepted the first one, by the metadata `accepted`: in
+        grpc.aio, a message that meets a refusal on its way hides the refusal's status.
+        """
+        attempts = Attempts(self._retry, timeout=timeout, idempotent=False)
+
+        async def call() -> Response:
+            call = method(timeout=attempts.remaining(), metadata=self._metadata)
+            try:
+                async for request in requests():
+                    await call.write(request)
+                    if accepted not in dict(await call.initial_metadata()):
+                        return await call
+                await call.done_writing()
+                return await call
+            finally:
+                call.cancel()
+
+        return await self._try(call, attempts)
+
+    async def _try(self, call: Callable[[], Awaitable[Response]], attempts: Attempts) -> Response:
         while True:
             try:
-                return await method(request, timeout=attempts.remaining(), metadata=self._metadata)
+                return await call()
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc(failure, self.address)
                 seconds = attempts.wait_after(error)

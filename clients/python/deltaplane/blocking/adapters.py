@@ -1,10 +1,12 @@
 """The blocking client of the control plane."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from deltaplane import requests
+from deltaplane.adapter_files import upload_header, upload_requests
 from deltaplane.blocking.calls import Plane, Stream
 from deltaplane.channel import DEFAULT_ADMIN_ADDRESS, ChannelConfig
 from deltaplane.requests import Tier
@@ -71,6 +73,27 @@ class AdapterClient:
             idempotency_key=idempotency_key,
         )
         return self._plane.unary(self._stub.RegisterAdapter, request, timeout=timeout)
+
+    def upload(
+        self,
+        name: str,
+        folder: str | os.PathLike[str],
+        *,
+        labels: Mapping[str, str] | None = None,
+        replace: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Sends a PEFT folder of this machine to the server and makes it known under a name. The server keeps
+        the files as long as a version needs them.
+
+        folder: has adapter_config.json and adapter_model.safetensors.
+        replace: give these files to the adapter of this name, as update() does; its labels stay where none
+            are given.
+        """
+        header = upload_header(name, folder, labels, replace)
+        return self._plane.upload(
+            self._stub.UploadAdapter, lambda: upload_requests(header, folder), timeout=timeout
+        )
 
     def get(self, name: str, *, timeout: float | None = None) -> Adapter:
         """One adapter."""

@@ -40,9 +40,27 @@ class Plane:
     ) -> Response:
         """Calls and waits for the answer."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=idempotent)
+        return self._try(
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata), attempts
+        )
+
+    def upload(
+        self,
+        method: "grpc.StreamUnaryMultiCallable[Request, Response]",
+        requests: Callable[[], Iterator[Request]],
+        *,
+        timeout: float | None,
+    ) -> Response:
+        """Calls, sends all requests and waits for the answer. Each try asks for the requests anew."""
+        attempts = Attempts(self._retry, timeout=timeout, idempotent=False)
+        return self._try(
+            lambda: method(requests(), timeout=attempts.remaining(), metadata=self._metadata), attempts
+        )
+
+    def _try(self, call: Callable[[], Response], attempts: Attempts) -> Response:
         while True:
             try:
-                return method(request, timeout=attempts.remaining(), metadata=self._metadata)
+                return call()
             except grpc.RpcError as failure:
                 error = from_rpc(failure, self.address)
                 seconds = attempts.wait_after(error)

@@ -43,6 +43,13 @@ def _add_changes(add: Add) -> None:
     )
     _add_files(register)
 
+    upload = _add_name(
+        add("upload", "send a PEFT folder to the server and make it known under a name", _one(_upload))
+    )
+    upload.add_argument("folder", help="the folder, on this machine")
+    upload.add_argument("--replace", action="store_true", help="give the files to the adapter of this name")
+    _add_label(upload)
+
     update = _add_name(add("update", "give an adapter new files or new labels", _one(_update)))
     update.add_argument("--source", type=kinds.source, help="the folder of the new version")
     update.add_argument("--no-labels", action="store_true", help="take all labels away")
@@ -93,10 +100,14 @@ def _add_etag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--etag", default="", help="refuse unless the adapter's etag is this")
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_label(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label", type=kinds.label, action="append", metavar="KEY=VALUE", help="a label; may be given again"
     )
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    _add_label(parser)
     parser.add_argument(
         "--expected-digest", default="", metavar="SHA256", help="refuse other files than these"
     )
@@ -126,6 +137,16 @@ def _register(client: AdapterClient, arguments: argparse.Namespace) -> Adapter:
         load_tier=arguments.load,
         expected_digest=arguments.expected_digest,
         validate_only=arguments.validate_only,
+        timeout=arguments.timeout,
+    )
+
+
+def _upload(client: AdapterClient, arguments: argparse.Namespace) -> Adapter:
+    return client.upload(
+        arguments.name,
+        arguments.folder,
+        labels=dict(arguments.label or ()),
+        replace=arguments.replace,
         timeout=arguments.timeout,
     )
 

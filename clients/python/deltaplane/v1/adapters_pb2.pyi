@@ -921,7 +921,7 @@ class UploadFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Required. "adapter_config.json" or a name that ends in ".safetensors"; no folders."""
+    """Required. "adapter_config.json" or "adapter_model.safetensors"; each comes once."""
     size_bytes: _builtins.int
     """Required."""
     sha256: _builtins.str

@@ -205,7 +205,7 @@ class AdapterServiceServicer:
 
     def UploadAdapter(self, request_iterator, context):
         """Receives an adapter's files in chunks and registers it. The first message is the header.
-        Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -78,7 +78,7 @@ class AdapterServiceStub:
     """
     UploadAdapter: _grpc.StreamUnaryMultiCallable[_adapters_pb2.UploadAdapterRequest, _adapters_pb2.Adapter]
     """Receives an adapter's files in chunks and registers it. The first message is the header.
-    Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
     """
     ListSlots: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.ListSlotsRequest, _adapters_pb2.ListSlotsResponse]
     """Lists the device slots, in order of slot."""
@@ -139,7 +139,7 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """
     UploadAdapter: _aio.StreamUnaryMultiCallable[_adapters_pb2.UploadAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Receives an adapter's files in chunks and registers it. The first message is the header.
-    Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
     """
     ListSlots: _aio.UnaryUnaryMultiCallable[_adapters_pb2.ListSlotsRequest, _adapters_pb2.ListSlotsResponse]  # type: ignore[assignment]
     """Lists the device slots, in order of slot."""
@@ -263,7 +263,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
         """Receives an adapter's files in chunks and registers it. The first message is the header.
-        Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
         """
 
     @_abc_1.abstractmethod

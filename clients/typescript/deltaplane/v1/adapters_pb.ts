@@ -864,7 +864,7 @@ export const UploadHeaderSchema: GenMessage<UploadHeader> = /*@__PURE__*/
  */
 export type UploadFile = Message<"deltaplane.v1.UploadFile"> & {
   /**
-   * Required. "adapter_config.json" or a name that ends in ".safetensors"; no folders.
+   * Required. "adapter_config.json" or "adapter_model.safetensors"; each comes once.
    *
    * @generated from field: string name = 1;
    */
@@ -1686,7 +1686,7 @@ export const AdapterService: GenService<{
   },
   /**
    * Receives an adapter's files in chunks and registers it. The first message is the header.
-   * Errors: INVALID_ARGUMENT (order, size, digest, files), RESOURCE_EXHAUSTED (too large).
+   * Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
    *
    * @generated from rpc deltaplane.v1.AdapterService.UploadAdapter
    */
