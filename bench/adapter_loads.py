@@ -78,9 +78,8 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Latency":
-        ordered = sorted(seconds)
-        p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] * 1e3 for share in (0.5, 0.99))
-        return cls(p50, p99, ordered[-1] * 1e3)
+        p50, p99 = (1e3 * report.percentile(seconds, share) for share in (0.5, 0.99))
+        return cls(p50, p99, 1e3 * max(seconds))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ server that is started again, over one that is started with an empty catalogue.
 import argparse
 import asyncio
 import json
-import math
 import tempfile
 import time
 import urllib.request
@@ -57,8 +56,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Times":
-        ordered = sorted(1e3 * s for s in seconds)
-        return cls(ordered[math.ceil(len(ordered) / 2) - 1], ordered[-1], len(ordered))
+        return cls(1e3 * report.percentile(seconds, 0.5), 1e3 * max(seconds), len(seconds))
 
 
 @dataclass(frozen=True)

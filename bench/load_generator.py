@@ -1,6 +1,5 @@
 """A gRPC load generator: client processes that send a load together, and what they saw of it."""
 
-import math
 import multiprocessing
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from bench.load import Arrivals, Burst, Job, Observations, RequestMix
 from bench.load_client import READY, run_client
+from bench.report import percentile
 
 BUSY = 0.9
 """A client that computes for a larger share of the time than this may be what is measured: its event loop and
@@ -33,12 +33,8 @@ class Percentiles:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Percentiles":
         """By nearest rank; NaN where there is nothing."""
-        ordered = sorted(seconds)
-
-        def at(share: float) -> float:
-            return ordered[math.ceil(share * len(ordered)) - 1] * 1e3 if ordered else math.nan
-
-        return cls(at(0.50), at(0.90), at(0.99))
+        p50, p90, p99 = (1e3 * percentile(seconds, share) for share in (0.50, 0.90, 0.99))
+        return cls(p50, p90, p99)
 
     def __str__(self) -> str:
         return f"{self.p50:.1f} / {self.p90:.1f} / {self.p99:.1f}"

@@ -1,6 +1,7 @@
 """What every benchmark writes: a table for people and JSON with all that is needed to repeat it."""
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -64,6 +65,11 @@ def write(name: str, workload: Mapping[str, Any], results: Mapping[str, Any]) ->
     }
     path.write_text(json.dumps(report, indent=2) + "\n")
     return path
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """By nearest rank: the lowest value that at least this share of all do not exceed; NaN of none."""
+    return sorted(values)[math.ceil(share * len(values)) - 1] if values else math.nan
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

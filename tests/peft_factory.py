@@ -42,6 +42,20 @@ INITIALIZER_RANGE = 0.1
 DELTA_STD = 0.4
 """Standard deviation of an adapter's delta for an input of unit variance: half of a base linear's."""
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "rank-4-all": {"rank": 4, "alpha": 8},
+    "rank-16-rslora-qv": {"rank": 16, "alpha": 16, "rslora": True, "modules": ("q_proj", "v_proj")},
+    "rank-17-patterns": {
+        "rank": 17,
+        "alpha": 12,
+        "modules": ("o_proj", "down_proj", "gate_proj"),
+        "rank_pattern": {"down_proj": 3},
+        "alpha_pattern": {"down_proj": 9, "layers.1.self_attn.o_proj": 5},
+    },
+    "rank-1-one-layer": {"rank": 1, "alpha": 2, "modules": ("k_proj", "up_proj"), "layers_to_transform": [1]},
+}
+"""Adapters that differ in rank, modules, scale and patterns: by name what make_adapter is told of each."""
+
 
 def make_tiny_model(tmp_path: Path, family: str, *, seed: int = 0, **config_overrides: Any) -> Path:
     """Writes a random model of two layers, byte-level tokenizer and chat template, to tmp_path / family.

@@ -13,26 +13,13 @@ import torch
 
 from e2e_reference import Reference
 from e2e_streams import Answer, Ask, ask_all
-from peft_factory import FAMILIES, make_adapter, make_tiny_model
+from peft_factory import ADAPTERS, FAMILIES, make_adapter, make_tiny_model
 from serving import Served, served
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 64, 150, 300)
 NUM_TOKENS = 20
 TOP = 5
 TOLERANCE = 2e-4
-
-ADAPTERS: dict[str, dict[str, object]] = {
-    "rank-4-all": {"rank": 4, "alpha": 8},
-    "rank-16-rslora-qv": {"rank": 16, "alpha": 16, "rslora": True, "modules": ("q_proj", "v_proj")},
-    "rank-17-patterns": {
-        "rank": 17,
-        "alpha": 12,
-        "modules": ("o_proj", "down_proj", "gate_proj"),
-        "rank_pattern": {"down_proj": 3},
-        "alpha_pattern": {"down_proj": 9, "layers.1.self_attn.o_proj": 5},
-    },
-    "rank-1-one-layer": {"rank": 1, "alpha": 2, "modules": ("k_proj", "up_proj"), "layers_to_transform": [1]},
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +38,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     window = {"sliding_window": 40} if request.param == "mistral" else {}
     model = make_tiny_model(folder, request.param, **window)
     adapters = {
-        name: make_adapter(model, folder / name, seed=seed, **options)  # type: ignore[arg-type]
+        name: make_adapter(model, folder / name, seed=seed, **options)
         for seed, (name, options) in enumerate(ADAPTERS.items())
     }
     return Case(request.param, model, adapters, Reference(model, adapters))

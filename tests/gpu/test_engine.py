@@ -17,25 +17,12 @@ import torch
 from deltaplane_server.config import EngineConfig
 from e2e_reference import Continuation, Reference
 from in_process import Answer, Ask, InProcess, in_process
-from peft_factory import FAMILIES, byte_tokenizer, make_adapter, make_tiny_model
+from peft_factory import ADAPTERS, FAMILIES, byte_tokenizer, make_adapter, make_tiny_model
 
 DEVICE = "cuda"
 VOCAB = len(byte_tokenizer())
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 64, 150, 300)
 TOLERANCE = 1e-3
-
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "rank-4-all": {"rank": 4, "alpha": 8},
-    "rank-16-rslora-qv": {"rank": 16, "alpha": 16, "rslora": True, "modules": ("q_proj", "v_proj")},
-    "rank-17-patterns": {
-        "rank": 17,
-        "alpha": 12,
-        "modules": ("o_proj", "down_proj", "gate_proj"),
-        "rank_pattern": {"down_proj": 3},
-        "alpha_pattern": {"down_proj": 9, "layers.1.self_attn.o_proj": 5},
-    },
-    "rank-1-one-layer": {"rank": 1, "alpha": 2, "modules": ("k_proj", "up_proj"), "layers_to_transform": [1]},
-}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 64},
