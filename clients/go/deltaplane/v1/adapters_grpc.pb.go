@@ -17,45 +17,56 @@ const _ = grpc.SupportPackageIsVersion7
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type AdapterServiceClient interface {
-	// Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+	// Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+	// loaded unless asked for.
 	//
 	// Registering the same files under the same name again answers the adapter as it is. Other files under
-	// a name in use are ALREADY_EXISTS: use UpdateAdapter.
-	// Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+	// a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+	// cancelled, unless one of them asked to return immediately.
+	// Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+	// CANCELLED (by CancelOperation).
 	RegisterAdapter(ctx context.Context, in *RegisterAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Answers one adapter. Errors: NOT_FOUND.
 	GetAdapter(ctx context.Context, in *GetAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
-	// Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token).
+	// Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+	// page token).
 	ListAdapters(ctx context.Context, in *ListAdaptersRequest, opts ...grpc.CallOption) (*ListAdaptersResponse, error)
 	// Changes an adapter: new files make a new version that takes over at once, while streams under way end
-	// on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+	// on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
 	UpdateAdapter(ctx context.Context, in *UpdateAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-	// timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-	// Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+	// timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+	// ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+	// Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+	// being fetched: cancel that operation).
 	DeleteAdapter(ctx context.Context, in *DeleteAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Brings an adapter's weights to a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (the load failed),
 	// RESOURCE_EXHAUSTED (everything there is pinned or in use).
 	LoadAdapter(ctx context.Context, in *LoadAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
-	// Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use).
+	// Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+	// Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
 	EvictAdapter(ctx context.Context, in *EvictAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
-	// Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-	// Errors: as LoadAdapter.
+	// Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+	// current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+	// pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+	// the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
 	PinAdapter(ctx context.Context, in *PinAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
-	// Lets a pinned adapter be evicted again. Errors: NOT_FOUND.
+	// Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match).
 	UnpinAdapter(ctx context.Context, in *UnpinAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Makes an earlier version, kept by UpdateAdapter, the current one again.
 	// Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
 	RollbackAdapter(ctx context.Context, in *RollbackAdapterRequest, opts ...grpc.CallOption) (*Adapter, error)
 	// Receives an adapter's files in chunks and registers it. The first message is the header.
-	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+	// RESOURCE_EXHAUSTED (too large).
 	UploadAdapter(ctx context.Context, opts ...grpc.CallOption) (AdapterService_UploadAdapterClient, error)
 	// Lists the device slots, in order of slot.
 	ListSlots(ctx context.Context, in *ListSlotsRequest, opts ...grpc.CallOption) (*ListSlotsResponse, error)
 	// Answers what each tier holds, and how many more adapters of a rank fit.
 	GetCapacity(ctx context.Context, in *GetCapacityRequest, opts ...grpc.CallOption) (*Capacity, error)
 	// Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-	// RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+	// RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
 	WatchAdapters(ctx context.Context, in *WatchAdaptersRequest, opts ...grpc.CallOption) (AdapterService_WatchAdaptersClient, error)
 }
 
@@ -245,45 +256,56 @@ func (x *adapterServiceWatchAdaptersClient) Recv() (*WatchAdaptersResponse, erro
 // All implementations must embed UnimplementedAdapterServiceServer
 // for forward compatibility
 type AdapterServiceServer interface {
-	// Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+	// Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+	// loaded unless asked for.
 	//
 	// Registering the same files under the same name again answers the adapter as it is. Other files under
-	// a name in use are ALREADY_EXISTS: use UpdateAdapter.
-	// Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+	// a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+	// cancelled, unless one of them asked to return immediately.
+	// Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+	// CANCELLED (by CancelOperation).
 	RegisterAdapter(context.Context, *RegisterAdapterRequest) (*Adapter, error)
 	// Answers one adapter. Errors: NOT_FOUND.
 	GetAdapter(context.Context, *GetAdapterRequest) (*Adapter, error)
-	// Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token).
+	// Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+	// page token).
 	ListAdapters(context.Context, *ListAdaptersRequest) (*ListAdaptersResponse, error)
 	// Changes an adapter: new files make a new version that takes over at once, while streams under way end
-	// on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+	// on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
 	UpdateAdapter(context.Context, *UpdateAdapterRequest) (*Adapter, error)
 	// Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-	// timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-	// Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+	// timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+	// ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+	// Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+	// being fetched: cancel that operation).
 	DeleteAdapter(context.Context, *DeleteAdapterRequest) (*Adapter, error)
 	// Brings an adapter's weights to a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (the load failed),
 	// RESOURCE_EXHAUSTED (everything there is pinned or in use).
 	LoadAdapter(context.Context, *LoadAdapterRequest) (*Adapter, error)
-	// Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use).
+	// Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+	// Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
 	EvictAdapter(context.Context, *EvictAdapterRequest) (*Adapter, error)
-	// Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-	// Errors: as LoadAdapter.
+	// Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+	// current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+	// pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+	// the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
 	PinAdapter(context.Context, *PinAdapterRequest) (*Adapter, error)
-	// Lets a pinned adapter be evicted again. Errors: NOT_FOUND.
+	// Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match).
 	UnpinAdapter(context.Context, *UnpinAdapterRequest) (*Adapter, error)
 	// Makes an earlier version, kept by UpdateAdapter, the current one again.
 	// Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
 	RollbackAdapter(context.Context, *RollbackAdapterRequest) (*Adapter, error)
 	// Receives an adapter's files in chunks and registers it. The first message is the header.
-	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+	// Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+	// RESOURCE_EXHAUSTED (too large).
 	UploadAdapter(AdapterService_UploadAdapterServer) error
 	// Lists the device slots, in order of slot.
 	ListSlots(context.Context, *ListSlotsRequest) (*ListSlotsResponse, error)
 	// Answers what each tier holds, and how many more adapters of a rank fit.
 	GetCapacity(context.Context, *GetCapacityRequest) (*Capacity, error)
 	// Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-	// RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+	// RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
 	WatchAdapters(*WatchAdaptersRequest, AdapterService_WatchAdaptersServer) error
 	mustEmbedUnimplementedAdapterServiceServer()
 }

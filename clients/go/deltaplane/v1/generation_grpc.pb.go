@@ -24,8 +24,8 @@ type GenerationServiceClient interface {
 	// deadline, aborts the request and frees what it held within one step.
 	//
 	// Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-	// ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-	// RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+	// ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+	// added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (GenerationService_GenerateClient, error)
 	// Ends a request in flight. Its stream closes with finish reason FINISH_REASON_ABORTED on every output
 	// that was not finished. Aborting an unknown or finished request is not an error.
@@ -129,8 +129,8 @@ type GenerationServiceServer interface {
 	// deadline, aborts the request and frees what it held within one step.
 	//
 	// Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-	// ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-	// RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+	// ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+	// added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
 	Generate(*GenerateRequest, GenerationService_GenerateServer) error
 	// Ends a request in flight. Its stream closes with finish reason FINISH_REASON_ABORTED on every output
 	// that was not finished. Aborting an unknown or finished request is not an error.

@@ -42,6 +42,8 @@ class _AdapterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AdapterS
     """Being deleted or replaced; streams under way end on it."""
     ADAPTER_STATE_FAILED: _AdapterState.ValueType  # 6
     """Could not be loaded; state_reason says why. Updating it heals it."""
+    ADAPTER_STATE_FETCHING: _AdapterState.ValueType  # 7
+    """Its files are being fetched; it is not registered before they have come and are good."""
 
 class AdapterState(_AdapterState, metaclass=_AdapterStateEnumTypeWrapper):
     """What becomes of a version."""
@@ -60,6 +62,8 @@ ADAPTER_STATE_DRAINING: AdapterState.ValueType  # 5
 """Being deleted or replaced; streams under way end on it."""
 ADAPTER_STATE_FAILED: AdapterState.ValueType  # 6
 """Could not be loaded; state_reason says why. Updating it heals it."""
+ADAPTER_STATE_FETCHING: AdapterState.ValueType  # 7
+"""Its files are being fetched; it is not registered before they have come and are good."""
 Global___AdapterState: _TypeAlias = AdapterState  # noqa: Y015
 
 class _AdapterTier:
@@ -111,11 +115,13 @@ class _AdapterEventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Adap
     ADAPTER_EVENT_TYPE_PINNED: _AdapterEventType.ValueType  # 8
     """Pinned or unpinned."""
     ADAPTER_EVENT_TYPE_FAILED: _AdapterEventType.ValueType  # 9
-    """A load failed."""
+    """A load failed, or the fetch of a new version did."""
     ADAPTER_EVENT_TYPE_DRAINING: _AdapterEventType.ValueType  # 10
     """Being deleted or replaced."""
     ADAPTER_EVENT_TYPE_DELETED: _AdapterEventType.ValueType  # 11
-    """Gone."""
+    """Gone, or never registered because its fetch failed or was cancelled."""
+    ADAPTER_EVENT_TYPE_FETCHING: _AdapterEventType.ValueType  # 12
+    """Its files began to be fetched, for a new adapter or for a new version."""
 
 class AdapterEventType(_AdapterEventType, metaclass=_AdapterEventTypeEnumTypeWrapper):
     """What an event tells."""
@@ -139,11 +145,13 @@ ADAPTER_EVENT_TYPE_EVICTED: AdapterEventType.ValueType  # 7
 ADAPTER_EVENT_TYPE_PINNED: AdapterEventType.ValueType  # 8
 """Pinned or unpinned."""
 ADAPTER_EVENT_TYPE_FAILED: AdapterEventType.ValueType  # 9
-"""A load failed."""
+"""A load failed, or the fetch of a new version did."""
 ADAPTER_EVENT_TYPE_DRAINING: AdapterEventType.ValueType  # 10
 """Being deleted or replaced."""
 ADAPTER_EVENT_TYPE_DELETED: AdapterEventType.ValueType  # 11
-"""Gone."""
+"""Gone, or never registered because its fetch failed or was cancelled."""
+ADAPTER_EVENT_TYPE_FETCHING: AdapterEventType.ValueType  # 12
+"""Its files began to be fetched, for a new adapter or for a new version."""
 Global___AdapterEventType: _TypeAlias = AdapterEventType  # noqa: Y015
 
 @_typing.final
@@ -199,6 +207,8 @@ class Adapter(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     BASE_MODEL_FIELD_NUMBER: _builtins.int
+    OPERATION_FIELD_NUMBER: _builtins.int
+    PINNED_TIERS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STATE_REASON_FIELD_NUMBER: _builtins.int
     PINNED_TIER_FIELD_NUMBER: _builtins.int
@@ -208,12 +218,14 @@ class Adapter(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     LRU_POSITION_FIELD_NUMBER: _builtins.int
     OTHER_VERSIONS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     RANK_PATTERN_FIELD_NUMBER: _builtins.int
     ALPHA_FIELD_NUMBER: _builtins.int
     RSLORA_FIELD_NUMBER: _builtins.int
     TARGET_MODULES_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     SOURCE_BYTES_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
@@ -225,6 +237,7 @@ class Adapter(_message.Message):
     MISSES_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
     LAST_LOAD_FIELD_NUMBER: _builtins.int
+    LAST_EVICTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Identifier. 1 to 128 characters of [A-Za-z0-9._-]."""
     version: _builtins.int
@@ -232,17 +245,21 @@ class Adapter(_message.Message):
     etag: _builtins.str
     """Changes with every change of the adapter by an administrator."""
     source: _builtins.str
-    """Where the files are: a folder under an allowed root."""
+    """Where the files are from: a folder under an allowed root, or the remote source with its revision."""
     digest: _builtins.str
     """SHA-256 of the files, in hexadecimal."""
     base_model: _builtins.str
     """The model it says it was trained for. Shapes are what is checked."""
+    operation: _builtins.str
+    """In the answer to a call that was asked to return immediately, or to a delete, its operation; elsewhere
+    the newest operation on it that is under way.
+    """
     state: Global___AdapterState.ValueType
     """What becomes of it."""
     state_reason: _builtins.str
     """Why it is in that state, for people."""
     pinned_tier: Global___AdapterTier.ValueType
-    """Where it is pinned; unspecified where it is not."""
+    """The device where it is pinned there, else host memory where it is pinned there, else unspecified."""
     leases: _builtins.int
     """Requests that hold it, waiting or running."""
     running: _builtins.int
@@ -278,6 +295,10 @@ class Adapter(_message.Message):
         """Labels for people and filters."""
 
     @_builtins.property
+    def pinned_tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___AdapterTier.ValueType]:
+        """The tiers where it is pinned."""
+
+    @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Its rank pages on the device."""
 
@@ -286,12 +307,22 @@ class Adapter(_message.Message):
         """Earlier versions that still exist, because streams end on them or because they are kept."""
 
     @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___AdapterTier.ValueType]:
+        """The tiers where its weights are."""
+
+    @_builtins.property
     def rank_pattern(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Ranks by module, where they differ."""
 
     @_builtins.property
     def target_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The kinds of linear it changes, such as "q_proj"."""
+
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it has beside plain LoRA in the layers, of "bias", "dora", "embed_tokens", "lm_head",
+        "trained_embeddings" and "trained_norms", in this order.
+        """
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
@@ -309,6 +340,10 @@ class Adapter(_message.Message):
     def last_load(self) -> Global___LoadTimings:
         """How long its last load took."""
 
+    @_builtins.property
+    def last_eviction(self) -> Global___Eviction:
+        """Its last eviction; unset before the first."""
+
     def __init__(
         self,
         *,
@@ -319,6 +354,8 @@ class Adapter(_message.Message):
         source: _builtins.str = ...,
         digest: _builtins.str = ...,
         base_model: _builtins.str = ...,
+        operation: _builtins.str = ...,
+        pinned_tiers: _abc.Iterable[Global___AdapterTier.ValueType] | None = ...,
         state: Global___AdapterState.ValueType = ...,
         state_reason: _builtins.str = ...,
         pinned_tier: Global___AdapterTier.ValueType = ...,
@@ -328,12 +365,14 @@ class Adapter(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         lru_position: _builtins.int | None = ...,
         other_versions: _abc.Iterable[Global___AdapterVersion] | None = ...,
+        tiers: _abc.Iterable[Global___AdapterTier.ValueType] | None = ...,
         rank: _builtins.int = ...,
         rank_pattern: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         alpha: _builtins.float = ...,
         rslora: _builtins.bool = ...,
         target_modules: _abc.Iterable[_builtins.str] | None = ...,
         num_layers: _builtins.int = ...,
+        features: _abc.Iterable[_builtins.str] | None = ...,
         source_bytes: _builtins.int = ...,
         host_bytes: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
@@ -345,10 +384,11 @@ class Adapter(_message.Message):
         misses: _builtins.int = ...,
         evictions: _builtins.int = ...,
         last_load: Global___LoadTimings | None = ...,
+        last_eviction: Global___Eviction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lru_position", b"_lru_position", "_slot", b"_slot", "create_time", b"create_time", "last_load", b"last_load", "last_use_time", b"last_use_time", "lru_position", b"lru_position", "slot", b"slot", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lru_position", b"_lru_position", "_slot", b"_slot", "create_time", b"create_time", "last_eviction", b"last_eviction", "last_load", b"last_load", "last_use_time", b"last_use_time", "lru_position", b"lru_position", "slot", b"slot", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lru_position", b"_lru_position", "_slot", b"_slot", "alpha", b"alpha", "base_model", b"base_model", "create_time", b"create_time", "device_bytes", b"device_bytes", "digest", b"digest", "etag", b"etag", "evictions", b"evictions", "hits", b"hits", "host_bytes", b"host_bytes", "labels", b"labels", "last_load", b"last_load", "last_use_time", b"last_use_time", "leases", b"leases", "loads", b"loads", "lru_position", b"lru_position", "misses", b"misses", "name", b"name", "num_layers", b"num_layers", "other_versions", b"other_versions", "pages", b"pages", "pinned_tier", b"pinned_tier", "rank", b"rank", "rank_pattern", b"rank_pattern", "rslora", b"rslora", "running", b"running", "slot", b"slot", "source", b"source", "source_bytes", b"source_bytes", "state", b"state", "state_reason", b"state_reason", "target_modules", b"target_modules", "update_time", b"update_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lru_position", b"_lru_position", "_slot", b"_slot", "alpha", b"alpha", "base_model", b"base_model", "create_time", b"create_time", "device_bytes", b"device_bytes", "digest", b"digest", "etag", b"etag", "evictions", b"evictions", "features", b"features", "hits", b"hits", "host_bytes", b"host_bytes", "labels", b"labels", "last_eviction", b"last_eviction", "last_load", b"last_load", "last_use_time", b"last_use_time", "leases", b"leases", "loads", b"loads", "lru_position", b"lru_position", "misses", b"misses", "name", b"name", "num_layers", b"num_layers", "operation", b"operation", "other_versions", b"other_versions", "pages", b"pages", "pinned_tier", b"pinned_tier", "pinned_tiers", b"pinned_tiers", "rank", b"rank", "rank_pattern", b"rank_pattern", "rslora", b"rslora", "running", b"running", "slot", b"slot", "source", b"source", "source_bytes", b"source_bytes", "state", b"state", "state_reason", b"state_reason", "target_modules", b"target_modules", "tiers", b"tiers", "update_time", b"update_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lru_position: _TypeAlias = _typing.Literal["lru_position"]  # noqa: Y015
     _WhichOneofArgType__lru_position: _TypeAlias = _typing.Literal["_lru_position", b"_lru_position"]  # noqa: Y015
@@ -373,6 +413,10 @@ class AdapterVersion(_message.Message):
     STATE_REASON_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    PINNED_TIERS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Its number."""
     digest: _builtins.str
@@ -385,6 +429,18 @@ class AdapterVersion(_message.Message):
     """Requests that hold it."""
     slot: _builtins.int
     """Its slot, where it is resident."""
+    rank: _builtins.int
+    """Its highest rank."""
+    source: _builtins.str
+    """Where its files are from."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___AdapterTier.ValueType]:
+        """The tiers where its weights are."""
+
+    @_builtins.property
+    def pinned_tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___AdapterTier.ValueType]:
+        """The tiers where it is pinned."""
+
     def __init__(
         self,
         *,
@@ -394,16 +450,52 @@ class AdapterVersion(_message.Message):
         state_reason: _builtins.str = ...,
         leases: _builtins.int = ...,
         slot: _builtins.int | None = ...,
+        tiers: _abc.Iterable[Global___AdapterTier.ValueType] | None = ...,
+        pinned_tiers: _abc.Iterable[Global___AdapterTier.ValueType] | None = ...,
+        rank: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "digest", b"digest", "leases", b"leases", "slot", b"slot", "state", b"state", "state_reason", b"state_reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slot", b"_slot", "digest", b"digest", "leases", b"leases", "pinned_tiers", b"pinned_tiers", "rank", b"rank", "slot", b"slot", "source", b"source", "state", b"state", "state_reason", b"state_reason", "tiers", b"tiers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__slot: _TypeAlias = _typing.Literal["slot"]  # noqa: Y015
     _WhichOneofArgType__slot: _TypeAlias = _typing.Literal["_slot", b"_slot"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slot) -> _WhichOneofReturnType__slot | None: ...
 
 Global___AdapterVersion: _TypeAlias = AdapterVersion  # noqa: Y015
+
+@_typing.final
+class Eviction(_message.Message):
+    """A version left a tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    tier: Global___AdapterTier.ValueType
+    """Which."""
+    reason: _builtins.str
+    """Why, for people: for whom there had to be room, or that an administrator asked for it."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        tier: Global___AdapterTier.ValueType = ...,
+        reason: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "tier", b"tier", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Eviction: _TypeAlias = Eviction  # noqa: Y015
 
 @_typing.final
 class LoadTimings(_message.Message):
@@ -415,6 +507,8 @@ class LoadTimings(_message.Message):
     READ_MS_FIELD_NUMBER: _builtins.int
     PACK_MS_FIELD_NUMBER: _builtins.int
     COPY_MS_FIELD_NUMBER: _builtins.int
+    FETCH_MS_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """Waiting for a loader thread."""
     read_ms: _builtins.float
@@ -422,7 +516,13 @@ class LoadTimings(_message.Message):
     pack_ms: _builtins.float
     """Checking, scaling and packing the weights."""
     copy_ms: _builtins.float
-    """Finding room and copying to the device."""
+    """Finding room and copying to the device; 0 where it went to host memory."""
+    fetch_ms: _builtins.float
+    """Fetching the files when the version was made; 0 where they were on a disk of the server's already."""
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the load ended."""
+
     def __init__(
         self,
         *,
@@ -430,10 +530,12 @@ class LoadTimings(_message.Message):
         read_ms: _builtins.float = ...,
         pack_ms: _builtins.float = ...,
         copy_ms: _builtins.float = ...,
+        fetch_ms: _builtins.float = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_ms", b"copy_ms", "pack_ms", b"pack_ms", "queue_ms", b"queue_ms", "read_ms", b"read_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_ms", b"copy_ms", "end_time", b"end_time", "fetch_ms", b"fetch_ms", "pack_ms", b"pack_ms", "queue_ms", b"queue_ms", "read_ms", b"read_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,10 +574,14 @@ class RegisterAdapterRequest(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     LOAD_TIER_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    RETURN_IMMEDIATELY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required. 1 to 128 characters of [A-Za-z0-9._-]."""
     source: _builtins.str
-    """Required. The folder with adapter_config.json and the safetensors weights, under an allowed root."""
+    """Required. Where adapter_config.json and the safetensors weights are: a folder under an allowed root,
+    `hf://organisation/name@revision`, `https://host/path` or `s3://bucket/prefix`, as far as the server
+    allows them. At most 4096 characters.
+    """
     expected_digest: _builtins.str
     """Optional. Refuse the files unless their SHA-256 is this."""
     validate_only: _builtins.bool
@@ -484,6 +590,10 @@ class RegisterAdapterRequest(_message.Message):
     """Optional. Where to bring it at once."""
     idempotency_key: _builtins.str
     """Optional. A UUID. The same request sent again within ten minutes gets the first one's answer."""
+    return_immediately: _builtins.bool
+    """Optional. Answer at once, with name, source, state FETCHING or the state that it has, and the operation,
+    whose result is the adapter.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Optional."""
@@ -498,10 +608,11 @@ class RegisterAdapterRequest(_message.Message):
         validate_only: _builtins.bool = ...,
         load_tier: Global___AdapterTier.ValueType = ...,
         idempotency_key: _builtins.str = ...,
+        return_immediately: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "idempotency_key", b"idempotency_key", "labels", b"labels", "load_tier", b"load_tier", "name", b"name", "source", b"source", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_digest", b"expected_digest", "idempotency_key", b"idempotency_key", "labels", b"labels", "load_tier", b"load_tier", "name", b"name", "return_immediately", b"return_immediately", "source", b"source", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,7 +654,10 @@ class ListAdaptersRequest(_message.Message):
     page_token: _builtins.str
     """Optional. next_page_token of the page before, with the same filter."""
     filter: _builtins.str
-    """Optional. Terms joined by AND: `state=RESIDENT`, `pinned=true`, `name:prefix*`, `labels.key=value`."""
+    """Optional. Terms joined by AND: `state=RESIDENT`, `pinned=true`, `pinned=device`, `name:prefix*`,
+    `labels.key=value`, `digest=...`, `digest:prefix*`, `base_model=...`, `features:dora`, `rank=16`,
+    `rank>=16`, `rank<=16`. A value with blanks stands in double quotes. At most 2048 characters.
+    """
     def __init__(
         self,
         *,
@@ -604,6 +718,7 @@ class UpdateAdapterRequest(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    RETURN_IMMEDIATELY_FIELD_NUMBER: _builtins.int
     etag: _builtins.str
     """Optional. Refuse the change unless the adapter's etag is this."""
     expected_digest: _builtins.str
@@ -611,9 +726,11 @@ class UpdateAdapterRequest(_message.Message):
     validate_only: _builtins.bool
     """Optional. Check everything and change nothing."""
     keep_previous: _builtins.bool
-    """Optional. Keep the old version for RollbackAdapter."""
+    """Optional. Keep the old version for RollbackAdapter. PinAdapter, with its number, keeps its weights too."""
     idempotency_key: _builtins.str
     """Optional. As in RegisterAdapterRequest."""
+    return_immediately: _builtins.bool
+    """Optional. As in RegisterAdapterRequest; the old version serves until the operation ends."""
     @_builtins.property
     def adapter(self) -> Global___Adapter:
         """Required. `name` says which; of the rest, what the mask names is taken."""
@@ -632,10 +749,11 @@ class UpdateAdapterRequest(_message.Message):
         validate_only: _builtins.bool = ...,
         keep_previous: _builtins.bool = ...,
         idempotency_key: _builtins.str = ...,
+        return_immediately: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "update_mask", b"update_mask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "etag", b"etag", "expected_digest", b"expected_digest", "idempotency_key", b"idempotency_key", "keep_previous", b"keep_previous", "update_mask", b"update_mask", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "etag", b"etag", "expected_digest", b"expected_digest", "idempotency_key", b"idempotency_key", "keep_previous", b"keep_previous", "return_immediately", b"return_immediately", "update_mask", b"update_mask", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,6 +770,9 @@ class DeleteAdapterRequest(_message.Message):
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
     ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    WAIT_UNTIL_GONE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
     etag: _builtins.str
@@ -660,6 +781,12 @@ class DeleteAdapterRequest(_message.Message):
     """Optional. Delete it even though it is pinned."""
     allow_missing: _builtins.bool
     """Optional. A missing adapter is not an error."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check everything and change nothing."""
+    wait_until_gone: _builtins.bool
+    """Optional. Answer when it is gone: its last stream has ended, or was aborted after the drain timeout."""
     @_builtins.property
     def drain_timeout(self) -> _duration_pb2.Duration:
         """Optional. How long streams under way may go on. Default 5 minutes; 0 aborts them at once."""
@@ -672,10 +799,13 @@ class DeleteAdapterRequest(_message.Message):
         drain_timeout: _duration_pb2.Duration | None = ...,
         force: _builtins.bool = ...,
         allow_missing: _builtins.bool = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
+        wait_until_gone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain_timeout", b"drain_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "drain_timeout", b"drain_timeout", "etag", b"etag", "force", b"force", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "drain_timeout", b"drain_timeout", "etag", b"etag", "force", b"force", "idempotency_key", b"idempotency_key", "name", b"name", "validate_only", b"validate_only", "wait_until_gone", b"wait_until_gone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,26 +820,40 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     RETURN_IMMEDIATELY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
     tier: Global___AdapterTier.ValueType
     """Optional. Default the device."""
     return_immediately: _builtins.bool
-    """Optional. Answer at once, with state LOADING; WatchAdapters or GetAdapter tell the rest. By default the
-    answer waits for the end of the load, or for the call's deadline.
+    """Optional. Answer at once, with state LOADING and the operation. By default the answer waits for the end
+    of the load, or for the call's deadline.
     """
+    version: _builtins.int
+    """Optional. A version that is kept; unset means the current one."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check whether it could ever be loaded as things are pinned, and change nothing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tier: Global___AdapterTier.ValueType = ...,
         return_immediately: _builtins.bool = ...,
+        version: _builtins.int | None = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "return_immediately", b"return_immediately", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "idempotency_key", b"idempotency_key", "name", b"name", "return_immediately", b"return_immediately", "tier", b"tier", "validate_only", b"validate_only", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
@@ -721,21 +865,45 @@ class EvictAdapterRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WHEN_IDLE_FIELD_NUMBER: _builtins.int
+    RETURN_IMMEDIATELY_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
     tier: Global___AdapterTier.ValueType
     """Optional. The tier to leave. The default, the device, leaves it in host memory; host leaves both."""
+    version: _builtins.int
+    """Optional. A version that is kept or drains; unset means the current one."""
+    when_idle: _builtins.bool
+    """Optional. Evict it as soon as nothing uses it, instead of refusing while something does. The answer waits
+    for that, or for the call's deadline. A pin is refused either way.
+    """
+    return_immediately: _builtins.bool
+    """Optional. Answer at once, with the operation."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check whether it could be evicted now and change nothing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tier: Global___AdapterTier.ValueType = ...,
+        version: _builtins.int | None = ...,
+        when_idle: _builtins.bool = ...,
+        return_immediately: _builtins.bool = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "idempotency_key", b"idempotency_key", "name", b"name", "return_immediately", b"return_immediately", "tier", b"tier", "validate_only", b"validate_only", "version", b"version", "when_idle", b"when_idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___EvictAdapterRequest: _TypeAlias = EvictAdapterRequest  # noqa: Y015
 
@@ -748,24 +916,46 @@ class PinAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     RETURN_IMMEDIATELY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
     tier: Global___AdapterTier.ValueType
     """Optional. Default the device."""
     return_immediately: _builtins.bool
-    """Optional. As in LoadAdapterRequest."""
+    """Optional. Pin it at once and answer, with the operation, which ends when it has arrived; it does as soon
+    as there is room. By default it is pinned when it has arrived, and an error leaves everything as it was.
+    """
+    version: _builtins.int
+    """Optional. A version that is kept, to have it ready for a rollback. Its pins end when it becomes current,
+    where the adapter's pins hold. Unset means the adapter: whichever version is current.
+    """
+    etag: _builtins.str
+    """Optional. Refuse the change unless the adapter's etag is this."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check everything and change nothing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         tier: Global___AdapterTier.ValueType = ...,
         return_immediately: _builtins.bool = ...,
+        version: _builtins.int | None = ...,
+        etag: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "return_immediately", b"return_immediately", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "etag", b"etag", "idempotency_key", b"idempotency_key", "name", b"name", "return_immediately", b"return_immediately", "tier", b"tier", "validate_only", b"validate_only", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___PinAdapterRequest: _TypeAlias = PinAdapterRequest  # noqa: Y015
 
@@ -776,18 +966,40 @@ class UnpinAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
+    tier: Global___AdapterTier.ValueType
+    """Optional. The tier; unspecified takes the pins of both away."""
+    version: _builtins.int
+    """Optional. A version that is kept; unset means the adapter."""
+    etag: _builtins.str
+    """Optional. Refuse the change unless the adapter's etag is this."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check everything and change nothing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        tier: Global___AdapterTier.ValueType = ...,
+        version: _builtins.int | None = ...,
+        etag: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "etag", b"etag", "idempotency_key", b"idempotency_key", "name", b"name", "tier", b"tier", "validate_only", b"validate_only", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___UnpinAdapterRequest: _TypeAlias = UnpinAdapterRequest  # noqa: Y015
 
@@ -800,22 +1012,30 @@ class RollbackAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required."""
     version: _builtins.int
     """Optional. The version; unset means the one before the current one."""
     etag: _builtins.str
     """Optional. Refuse unless the adapter's etag is this."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest."""
+    validate_only: _builtins.bool
+    """Optional. Check everything and change nothing."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         version: _builtins.int | None = ...,
         etag: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "etag", b"etag", "name", b"name", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "etag", b"etag", "idempotency_key", b"idempotency_key", "name", b"name", "validate_only", b"validate_only", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
@@ -883,10 +1103,25 @@ class UploadHeader(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    LOAD_TIER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Required. 1 to 128 characters of [A-Za-z0-9._-]."""
     replace: _builtins.bool
     """Optional. Replace the adapter of this name, as UpdateAdapter does."""
+    etag: _builtins.str
+    """Optional. With `replace`: refuse the change unless the adapter's etag is this."""
+    keep_previous: _builtins.bool
+    """Optional. With `replace`: keep the old version for RollbackAdapter."""
+    idempotency_key: _builtins.str
+    """Optional. As in RegisterAdapterRequest; a repeated upload is answered without taking its bytes again."""
+    validate_only: _builtins.bool
+    """Optional. Check everything, the files too, and change nothing."""
+    load_tier: Global___AdapterTier.ValueType
+    """Optional. Where to bring it at once."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___UploadFile]:
         """Required. The files, in the order in which their bytes come."""
@@ -902,10 +1137,15 @@ class UploadHeader(_message.Message):
         files: _abc.Iterable[Global___UploadFile] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         replace: _builtins.bool = ...,
+        etag: _builtins.str = ...,
+        keep_previous: _builtins.bool = ...,
+        idempotency_key: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
+        load_tier: Global___AdapterTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "labels", b"labels", "name", b"name", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "files", b"files", "idempotency_key", b"idempotency_key", "keep_previous", b"keep_previous", "labels", b"labels", "load_tier", b"load_tier", "name", b"name", "replace", b"replace", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1067,7 +1307,9 @@ class GetCapacityRequest(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Optional. Ranks to answer for; default 8, 16, 32, 64 as far as they are allowed, and the highest."""
+        """Optional. Ranks to answer for, at most 256; default 8, 16, 32, 64 as far as they are allowed, and the
+        highest.
+        """
 
     def __init__(
         self,
@@ -1103,6 +1345,9 @@ class Capacity(_message.Message):
     KV_PAGE_SIZE_FIELD_NUMBER: _builtins.int
     REGISTERED_ADAPTERS_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
+    PINNED_SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_PINNED_SLOTS_FIELD_NUMBER: _builtins.int
+    PINNED_RANK_PAGES_FIELD_NUMBER: _builtins.int
     slots: _builtins.int
     """Slots in all."""
     free_slots: _builtins.int
@@ -1125,6 +1370,12 @@ class Capacity(_message.Message):
     """Tokens of a KV page."""
     registered_adapters: _builtins.int
     """Adapters that are registered."""
+    pinned_slots: _builtins.int
+    """Slots that are pinned."""
+    max_pinned_slots: _builtins.int
+    """Slots that may be pinned."""
+    pinned_rank_pages: _builtins.int
+    """Rank pages that are pinned."""
     @_builtins.property
     def device(self) -> Global___TierCapacity:
         """Device memory for adapters."""
@@ -1159,10 +1410,13 @@ class Capacity(_message.Message):
         kv_page_size: _builtins.int = ...,
         registered_adapters: _builtins.int = ...,
         memory: _abc.Iterable[Global___MemoryShare] | None = ...,
+        pinned_slots: _builtins.int = ...,
+        max_pinned_slots: _builtins.int = ...,
+        pinned_rank_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_slots", b"available_slots", "by_rank", b"by_rank", "device", b"device", "free_kv_pages", b"free_kv_pages", "free_rank_pages", b"free_rank_pages", "free_slots", b"free_slots", "host", b"host", "kv_page_size", b"kv_page_size", "kv_pages", b"kv_pages", "max_lora_rank", b"max_lora_rank", "memory", b"memory", "rank_page_rows", b"rank_page_rows", "rank_pages", b"rank_pages", "registered_adapters", b"registered_adapters", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_slots", b"available_slots", "by_rank", b"by_rank", "device", b"device", "free_kv_pages", b"free_kv_pages", "free_rank_pages", b"free_rank_pages", "free_slots", b"free_slots", "host", b"host", "kv_page_size", b"kv_page_size", "kv_pages", b"kv_pages", "max_lora_rank", b"max_lora_rank", "max_pinned_slots", b"max_pinned_slots", "memory", b"memory", "pinned_rank_pages", b"pinned_rank_pages", "pinned_slots", b"pinned_slots", "rank_page_rows", b"rank_page_rows", "rank_pages", b"rank_pages", "registered_adapters", b"registered_adapters", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1209,6 +1463,7 @@ class RankCapacity(_message.Message):
     FIT_FREE_FIELD_NUMBER: _builtins.int
     FIT_AVAILABLE_FIELD_NUMBER: _builtins.int
     FIT_HOST_FIELD_NUMBER: _builtins.int
+    FIT_PINNED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The rank."""
     pages: _builtins.int
@@ -1219,6 +1474,8 @@ class RankCapacity(_message.Message):
     """How many fit when all that may be evicted is."""
     fit_host: _builtins.int
     """How many fit in host memory without evicting anything."""
+    fit_pinned: _builtins.int
+    """How many more may be pinned on the device."""
     def __init__(
         self,
         *,
@@ -1227,10 +1484,11 @@ class RankCapacity(_message.Message):
         fit_free: _builtins.int = ...,
         fit_available: _builtins.int = ...,
         fit_host: _builtins.int = ...,
+        fit_pinned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fit_available", b"fit_available", "fit_free", b"fit_free", "fit_host", b"fit_host", "pages", b"pages", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fit_available", b"fit_available", "fit_free", b"fit_free", "fit_host", b"fit_host", "fit_pinned", b"fit_pinned", "pages", b"pages", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1300,6 +1558,7 @@ class WatchAdaptersResponse(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     EVENT_TIME_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    LEFT_FILTER_FIELD_NUMBER: _builtins.int
     type: Global___AdapterEventType.ValueType
     """What happened."""
     version: _builtins.int
@@ -1308,6 +1567,10 @@ class WatchAdaptersResponse(_message.Message):
     """Why, for people."""
     resume_token: _builtins.str
     """Where to resume after this event."""
+    left_filter: _builtins.bool
+    """The adapter does not pass the filter any more, or may never have where the watch was resumed: no event of
+    it is sent until it does again.
+    """
     @_builtins.property
     def adapter(self) -> Global___Adapter:
         """The adapter after it."""
@@ -1325,10 +1588,11 @@ class WatchAdaptersResponse(_message.Message):
         reason: _builtins.str = ...,
         event_time: _timestamp_pb2.Timestamp | None = ...,
         resume_token: _builtins.str = ...,
+        left_filter: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "event_time", b"event_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "event_time", b"event_time", "reason", b"reason", "resume_token", b"resume_token", "type", b"type", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "event_time", b"event_time", "left_filter", b"left_filter", "reason", b"reason", "resume_token", b"resume_token", "type", b"type", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

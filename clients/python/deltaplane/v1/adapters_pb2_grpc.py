@@ -31,8 +31,17 @@ class AdapterServiceStub:
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     def __init__(self, channel):
@@ -119,16 +128,28 @@ class AdapterServiceServicer:
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     def RegisterAdapter(self, request, context):
-        """Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+        """Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+        loaded unless asked for.
 
         Registering the same files under the same name again answers the adapter as it is. Other files under
-        a name in use are ALREADY_EXISTS: use UpdateAdapter.
-        Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+        a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+        cancelled, unless one of them asked to return immediately.
+        Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+        CANCELLED (by CancelOperation).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -142,7 +163,8 @@ class AdapterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token).
+        """Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+        page token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,7 +172,7 @@ class AdapterServiceServicer:
 
     def UpdateAdapter(self, request, context):
         """Changes an adapter: new files make a new version that takes over at once, while streams under way end
-        on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+        on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,8 +180,10 @@ class AdapterServiceServicer:
 
     def DeleteAdapter(self, request, context):
         """Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-        timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-        Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+        timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+        ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+        Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+        being fetched: cancel that operation).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,22 +198,25 @@ class AdapterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EvictAdapter(self, request, context):
-        """Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use).
+        """Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinAdapter(self, request, context):
-        """Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-        Errors: as LoadAdapter.
+        """Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+        current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+        pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+        the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinAdapter(self, request, context):
-        """Lets a pinned adapter be evicted again. Errors: NOT_FOUND.
+        """Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,7 +232,8 @@ class AdapterServiceServicer:
 
     def UploadAdapter(self, request_iterator, context):
         """Receives an adapter's files in chunks and registers it. The first message is the header.
-        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+        RESOURCE_EXHAUSTED (too large).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,7 +255,8 @@ class AdapterServiceServicer:
 
     def WatchAdapters(self, request, context):
         """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-        RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+        RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -320,8 +349,17 @@ class AdapterService:
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     @staticmethod

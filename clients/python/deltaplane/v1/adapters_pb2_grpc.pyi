@@ -32,8 +32,17 @@ class AdapterServiceStub:
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     @_typing.overload
@@ -41,44 +50,56 @@ class AdapterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdapterServiceAsyncStub: ...
     RegisterAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.RegisterAdapterRequest, _adapters_pb2.Adapter]
-    """Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+    """Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+    loaded unless asked for.
 
     Registering the same files under the same name again answers the adapter as it is. Other files under
-    a name in use are ALREADY_EXISTS: use UpdateAdapter.
-    Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+    a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+    cancelled, unless one of them asked to return immediately.
+    Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+    CANCELLED (by CancelOperation).
     """
     GetAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.GetAdapterRequest, _adapters_pb2.Adapter]
     """Answers one adapter. Errors: NOT_FOUND."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.ListAdaptersRequest, _adapters_pb2.ListAdaptersResponse]
-    """Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token)."""
+    """Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+    page token).
+    """
     UpdateAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.UpdateAdapterRequest, _adapters_pb2.Adapter]
     """Changes an adapter: new files make a new version that takes over at once, while streams under way end
-    on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+    on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
     """
     DeleteAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.DeleteAdapterRequest, _adapters_pb2.Adapter]
     """Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-    timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-    Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+    timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+    ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+    Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+    being fetched: cancel that operation).
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.LoadAdapterRequest, _adapters_pb2.Adapter]
     """Brings an adapter's weights to a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (the load failed),
     RESOURCE_EXHAUSTED (everything there is pinned or in use).
     """
     EvictAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.EvictAdapterRequest, _adapters_pb2.Adapter]
-    """Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use)."""
+    """Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+    Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
+    """
     PinAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.Adapter]
-    """Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-    Errors: as LoadAdapter.
+    """Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+    current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+    pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+    the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
     """
     UnpinAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.UnpinAdapterRequest, _adapters_pb2.Adapter]
-    """Lets a pinned adapter be evicted again. Errors: NOT_FOUND."""
+    """Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match)."""
     RollbackAdapter: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.RollbackAdapterRequest, _adapters_pb2.Adapter]
     """Makes an earlier version, kept by UpdateAdapter, the current one again.
     Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
     """
     UploadAdapter: _grpc.StreamUnaryMultiCallable[_adapters_pb2.UploadAdapterRequest, _adapters_pb2.Adapter]
     """Receives an adapter's files in chunks and registers it. The first message is the header.
-    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+    RESOURCE_EXHAUSTED (too large).
     """
     ListSlots: _grpc.UnaryUnaryMultiCallable[_adapters_pb2.ListSlotsRequest, _adapters_pb2.ListSlotsResponse]
     """Lists the device slots, in order of slot."""
@@ -86,7 +107,8 @@ class AdapterServiceStub:
     """Answers what each tier holds, and how many more adapters of a rank fit."""
     WatchAdapters: _grpc.UnaryStreamMultiCallable[_adapters_pb2.WatchAdaptersRequest, _adapters_pb2.WatchAdaptersResponse]
     """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-    RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+    RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
     """
 
 @_typing.type_check_only
@@ -96,50 +118,71 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RegisterAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.RegisterAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
-    """Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+    """Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+    loaded unless asked for.
 
     Registering the same files under the same name again answers the adapter as it is. Other files under
-    a name in use are ALREADY_EXISTS: use UpdateAdapter.
-    Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+    a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+    cancelled, unless one of them asked to return immediately.
+    Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+    CANCELLED (by CancelOperation).
     """
     GetAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.GetAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Answers one adapter. Errors: NOT_FOUND."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapters_pb2.ListAdaptersRequest, _adapters_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token)."""
+    """Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+    page token).
+    """
     UpdateAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.UpdateAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Changes an adapter: new files make a new version that takes over at once, while streams under way end
-    on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+    on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
     """
     DeleteAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.DeleteAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-    timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-    Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+    timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+    ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+    Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+    being fetched: cancel that operation).
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.LoadAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Brings an adapter's weights to a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (the load failed),
     RESOURCE_EXHAUSTED (everything there is pinned or in use).
     """
     EvictAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.EvictAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
-    """Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use)."""
+    """Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+    Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
+    """
     PinAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.PinAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
-    """Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-    Errors: as LoadAdapter.
+    """Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+    current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+    pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+    the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
     """
     UnpinAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.UnpinAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
-    """Lets a pinned adapter be evicted again. Errors: NOT_FOUND."""
+    """Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match)."""
     RollbackAdapter: _aio.UnaryUnaryMultiCallable[_adapters_pb2.RollbackAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Makes an earlier version, kept by UpdateAdapter, the current one again.
     Errors: NOT_FOUND (no such version is kept), ABORTED (etag does not match).
     """
     UploadAdapter: _aio.StreamUnaryMultiCallable[_adapters_pb2.UploadAdapterRequest, _adapters_pb2.Adapter]  # type: ignore[assignment]
     """Receives an adapter's files in chunks and registers it. The first message is the header.
-    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+    Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+    RESOURCE_EXHAUSTED (too large).
     """
     ListSlots: _aio.UnaryUnaryMultiCallable[_adapters_pb2.ListSlotsRequest, _adapters_pb2.ListSlotsResponse]  # type: ignore[assignment]
     """Lists the device slots, in order of slot."""
@@ -147,7 +190,8 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Answers what each tier holds, and how many more adapters of a rank fit."""
     WatchAdapters: _aio.UnaryStreamMultiCallable[_adapters_pb2.WatchAdaptersRequest, _adapters_pb2.WatchAdaptersResponse]  # type: ignore[assignment]
     """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-    RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+    RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
     """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -156,8 +200,17 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
     request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
 
+    A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+    passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+    operation that OperationService tells of; Adapter.operation is its id.
+
+    Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+    first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+    else has changed meanwhile. `validate_only` checks everything and changes nothing.
+
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
-    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+    violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+    UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
     """
 
     @_abc_1.abstractmethod
@@ -166,11 +219,14 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.RegisterAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
-        """Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+        """Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+        loaded unless asked for.
 
         Registering the same files under the same name again answers the adapter as it is. Other files under
-        a name in use are ALREADY_EXISTS: use UpdateAdapter.
-        Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+        a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+        cancelled, unless one of them asked to return immediately.
+        Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+        CANCELLED (by CancelOperation).
         """
 
     @_abc_1.abstractmethod
@@ -187,7 +243,9 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.ListAdaptersResponse, _abc.Awaitable[_adapters_pb2.ListAdaptersResponse]]:
-        """Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token)."""
+        """Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+        page token).
+        """
 
     @_abc_1.abstractmethod
     def UpdateAdapter(
@@ -196,7 +254,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
         """Changes an adapter: new files make a new version that takes over at once, while streams under way end
-        on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+        on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
         """
 
     @_abc_1.abstractmethod
@@ -206,8 +264,10 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
         """Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-        timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-        Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+        timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+        ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+        Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+        being fetched: cancel that operation).
         """
 
     @_abc_1.abstractmethod
@@ -226,7 +286,9 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.EvictAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
-        """Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use)."""
+        """Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+        Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
+        """
 
     @_abc_1.abstractmethod
     def PinAdapter(
@@ -234,8 +296,10 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.PinAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
-        """Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-        Errors: as LoadAdapter.
+        """Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+        current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+        pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+        the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
         """
 
     @_abc_1.abstractmethod
@@ -244,7 +308,7 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _adapters_pb2.UnpinAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
-        """Lets a pinned adapter be evicted again. Errors: NOT_FOUND."""
+        """Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match)."""
 
     @_abc_1.abstractmethod
     def RollbackAdapter(
@@ -263,7 +327,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_adapters_pb2.Adapter, _abc.Awaitable[_adapters_pb2.Adapter]]:
         """Receives an adapter's files in chunks and registers it. The first message is the header.
-        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+        Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+        RESOURCE_EXHAUSTED (too large).
         """
 
     @_abc_1.abstractmethod
@@ -289,7 +354,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_adapters_pb2.WatchAdaptersResponse], _abc.AsyncIterator[_adapters_pb2.WatchAdaptersResponse]]:
         """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-        RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+        RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
         """
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -91,11 +91,18 @@ class GenerateRequest(_message.Message):
     """Optional. Requests of a higher priority are scheduled first. Default 0."""
     tenant: _builtins.str
     """Optional. The queue this request is counted in for fair scheduling, of at most 128 characters. Empty
-    means its adapter's name.
+    means its adapter's name; of several adapters, their names in order, joined by "+".
     """
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedAdapter]:
-        """Optional. Several adapters whose weighted deltas add up. Excludes `adapter`."""
+        """Optional. Several adapters whose weighted deltas add up: y = W0 x + sum of weight_i B_i A_i x, the scale
+        of each adapter included. At most Model.max_loras, each named once, in any order, at their current
+        versions; one adapter of weight 1 is the same as `adapter`. Excludes `adapter` and adapter_version.
+
+        The rank rows of all together, each rank rounded up to a multiple of 8, are at most
+        Model.max_composition_rows, and none may hold more than LoRA on the layers' linears
+        (FAILED_PRECONDITION otherwise).
+        """
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -164,7 +171,7 @@ class WeightedAdapter(_message.Message):
     adapter: _builtins.str
     """Required. The adapter's name."""
     weight: _builtins.float
-    """Optional. The factor of its delta. Default 1."""
+    """Optional. The factor of its delta; in [-16, 16], and not 0. Default 1."""
     def __init__(
         self,
         *,
@@ -217,7 +224,7 @@ class ChatMessages(_message.Message):
     """Optional. Whether the template opens the assistant's turn. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Required. In order of time."""
+        """Required. In order of time; at most 1024."""
 
     def __init__(
         self,
@@ -661,6 +668,7 @@ class Usage(_message.Message):
     ADAPTER_HIT_FIELD_NUMBER: _builtins.int
     ADAPTER_LOAD_MS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -674,15 +682,21 @@ class Usage(_message.Message):
     decode_ms: _builtins.float
     """Milliseconds from the first token to the last."""
     adapter: _builtins.str
-    """The adapter that answered; empty for the base model."""
+    """The adapter that answered; empty for the base model. Of several, their names in order, joined by "+"."""
     adapter_version: _builtins.int
-    """Its version."""
+    """Its version; 0 for several adapters."""
     adapter_hit: _builtins.bool
-    """Whether the adapter was resident when the request was accepted."""
+    """Whether the adapter, or each of several, was resident when the request was accepted."""
     adapter_load_ms: _builtins.float
-    """Milliseconds the request waited for the adapter to become resident; 0 on a hit."""
+    """Milliseconds the request waited for the adapter to become resident, or for the last of several; 0 on a
+    hit.
+    """
     preemptions: _builtins.int
     """How often the request gave its KV pages up and was computed again."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterUsage]:
+        """The adapters that answered, in order of their names; none for the base model."""
+
     def __init__(
         self,
         *,
@@ -697,14 +711,49 @@ class Usage(_message.Message):
         adapter_hit: _builtins.bool = ...,
         adapter_load_ms: _builtins.float = ...,
         preemptions: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hit", b"adapter_hit", "adapter_load_ms", b"adapter_load_ms", "adapter_version", b"adapter_version", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_ms", b"decode_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_hit", b"adapter_hit", "adapter_load_ms", b"adapter_load_ms", "adapter_version", b"adapter_version", "adapters", b"adapters", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "decode_ms", b"decode_ms", "preemptions", b"preemptions", "prefill_ms", b"prefill_ms", "prompt_tokens", b"prompt_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class AdapterUsage(_message.Message):
+    """An adapter's part in an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    HIT_FIELD_NUMBER: _builtins.int
+    adapter: _builtins.str
+    """Its name."""
+    version: _builtins.int
+    """Its version."""
+    weight: _builtins.float
+    """The factor of its delta."""
+    hit: _builtins.bool
+    """Whether it was resident when the request was accepted."""
+    def __init__(
+        self,
+        *,
+        adapter: _builtins.str = ...,
+        version: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        hit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "hit", b"hit", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterUsage: _TypeAlias = AdapterUsage  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -792,6 +841,7 @@ class Model(_message.Message):
     KV_PAGE_SIZE_FIELD_NUMBER: _builtins.int
     KV_PAGES_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_COMPOSITION_ROWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name it is served under."""
     architecture: _builtins.str
@@ -828,6 +878,10 @@ class Model(_message.Message):
     """KV pages in all."""
     server_version: _builtins.str
     """The server's version."""
+    max_composition_rows: _builtins.int
+    """The most rank rows of a composition: of all its adapters together, each rank rounded up to a multiple of
+    8.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that end an output."""
@@ -854,10 +908,11 @@ class Model(_message.Message):
         kv_page_size: _builtins.int = ...,
         kv_pages: _builtins.int = ...,
         server_version: _builtins.str = ...,
+        max_composition_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "kv_page_size", b"kv_page_size", "kv_pages", b"kv_pages", "max_logprobs", b"max_logprobs", "max_lora_rank", b"max_lora_rank", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_outputs", b"max_outputs", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "name", b"name", "num_layers", b"num_layers", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "hidden_size", b"hidden_size", "kv_page_size", b"kv_page_size", "kv_pages", b"kv_pages", "max_composition_rows", b"max_composition_rows", "max_logprobs", b"max_logprobs", "max_lora_rank", b"max_lora_rank", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_outputs", b"max_outputs", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "name", b"name", "num_layers", b"num_layers", "server_version", b"server_version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

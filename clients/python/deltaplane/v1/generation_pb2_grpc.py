@@ -31,7 +31,8 @@ class GenerationServiceStub:
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     def __init__(self, channel):
@@ -73,7 +74,8 @@ class GenerationServiceServicer:
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     def Generate(self, request, context):
@@ -84,8 +86,8 @@ class GenerationServiceServicer:
         deadline, aborts the request and frees what it held within one step.
 
         Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-        ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-        RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+        ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+        added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,7 +168,8 @@ class GenerationService:
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     @staticmethod

@@ -32,7 +32,8 @@ class GenerationServiceStub:
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     @_typing.overload
@@ -47,8 +48,8 @@ class GenerationServiceStub:
     deadline, aborts the request and frees what it held within one step.
 
     Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-    ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-    RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+    ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+    added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends a request in flight. Its stream closes with finish reason FINISH_REASON_ABORTED on every output
@@ -74,7 +75,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -86,8 +88,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     deadline, aborts the request and frees what it held within one step.
 
     Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-    ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-    RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+    ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+    added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a request in flight. Its stream closes with finish reason FINISH_REASON_ABORTED on every output
@@ -112,7 +114,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
     violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
     request can earn before its first token is answered before the response headers are sent, so that a
-    client may retry it safely.
+    client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+    none that is accepted.
     """
 
     @_abc_1.abstractmethod
@@ -128,8 +131,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         deadline, aborts the request and frees what it held within one step.
 
         Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-        ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-        RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+        ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+        added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
         """
 
     @_abc_1.abstractmethod

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file deltaplane/v1/adapters.proto.
  */
 export const file_deltaplane_v1_adapters: GenFile = /*@__PURE__*/
-  fileDesc("ChxkZWx0YXBsYW5lL3YxL2FkYXB0ZXJzLnByb3RvEg1kZWx0YXBsYW5lLnYxIv8HCgdBZGFwdGVyEgwKBG5hbWUYASABKAkSDwoHdmVyc2lvbhgCIAEoBBIMCgRldGFnGAMgASgJEjIKBmxhYmVscxgEIAMoCzIiLmRlbHRhcGxhbmUudjEuQWRhcHRlci5MYWJlbHNFbnRyeRIOCgZzb3VyY2UYBSABKAkSDgoGZGlnZXN0GAYgASgJEhIKCmJhc2VfbW9kZWwYByABKAkSKgoFc3RhdGUYCiABKA4yGy5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJTdGF0ZRIUCgxzdGF0ZV9yZWFzb24YCyABKAkSLwoLcGlubmVkX3RpZXIYDCABKA4yGi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJUaWVyEg4KBmxlYXNlcxgNIAEoDRIPCgdydW5uaW5nGA4gASgNEhEKBHNsb3QYDyABKA1IAIgBARINCgVwYWdlcxgQIAMoDRIZCgxscnVfcG9zaXRpb24YESABKA1IAYgBARI1Cg5vdGhlcl92ZXJzaW9ucxgSIAMoCzIdLmRlbHRhcGxhbmUudjEuQWRhcHRlclZlcnNpb24SDAoEcmFuaxgUIAEoDRI9CgxyYW5rX3BhdHRlcm4YFSADKAsyJy5kZWx0YXBsYW5lLnYxLkFkYXB0ZXIuUmFua1BhdHRlcm5FbnRyeRINCgVhbHBoYRgWIAEoARIOCgZyc2xvcmEYFyABKAgSFgoOdGFyZ2V0X21vZHVsZXMYGCADKAkSEgoKbnVtX2xheWVycxgZIAEoDRIUCgxzb3VyY2VfYnl0ZXMYHiABKAQSEgoKaG9zdF9ieXRlcxgfIAEoBBIUCgxkZXZpY2VfYnl0ZXMYICABKAQSLwoLY3JlYXRlX3RpbWUYKCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC3VwZGF0ZV90aW1lGCkgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIxCg1sYXN0X3VzZV90aW1lGCogASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBINCgVsb2FkcxgrIAEoBBIMCgRoaXRzGCwgASgEEg4KBm1pc3NlcxgtIAEoBBIRCglldmljdGlvbnMYLiABKAQSLQoJbGFzdF9sb2FkGC8gASgLMhouZGVsdGFwbGFuZS52MS5Mb2FkVGltaW5ncxotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGjIKEFJhbmtQYXR0ZXJuRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgNOgI4AUIHCgVfc2xvdEIPCg1fbHJ1X3Bvc2l0aW9uIp8BCg5BZGFwdGVyVmVyc2lvbhIPCgd2ZXJzaW9uGAEgASgEEg4KBmRpZ2VzdBgCIAEoCRIqCgVzdGF0ZRgDIAEoDjIbLmRlbHRhcGxhbmUudjEuQWRhcHRlclN0YXRlEhQKDHN0YXRlX3JlYXNvbhgEIAEoCRIOCgZsZWFzZXMYBSABKA0SEQoEc2xvdBgGIAEoDUgAiAEBQgcKBV9zbG90IlIKC0xvYWRUaW1pbmdzEhAKCHF1ZXVlX21zGAEgASgBEg8KB3JlYWRfbXMYAiABKAESDwoHcGFja19tcxgDIAEoARIPCgdjb3B5X21zGAQgASgBIqACChZSZWdpc3RlckFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSDgoGc291cmNlGAIgASgJEkEKBmxhYmVscxgDIAMoCzIxLmRlbHRhcGxhbmUudjEuUmVnaXN0ZXJBZGFwdGVyUmVxdWVzdC5MYWJlbHNFbnRyeRIXCg9leHBlY3RlZF9kaWdlc3QYBCABKAkSFQoNdmFsaWRhdGVfb25seRgFIAEoCBItCglsb2FkX3RpZXIYBiABKA4yGi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJUaWVyEhcKD2lkZW1wb3RlbmN5X2tleRgHIAEoCRotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIiEKEUdldEFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkiTAoTTGlzdEFkYXB0ZXJzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCRIOCgZmaWx0ZXIYAyABKAkibQoUTGlzdEFkYXB0ZXJzUmVzcG9uc2USKAoIYWRhcHRlcnMYASADKAsyFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJEhIKCnRvdGFsX3NpemUYAyABKAUi3gEKFFVwZGF0ZUFkYXB0ZXJSZXF1ZXN0EicKB2FkYXB0ZXIYASABKAsyFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISLwoLdXBkYXRlX21hc2sYAiABKAsyGi5nb29nbGUucHJvdG9idWYuRmllbGRNYXNrEgwKBGV0YWcYAyABKAkSFwoPZXhwZWN0ZWRfZGlnZXN0GAQgASgJEhUKDXZhbGlkYXRlX29ubHkYBSABKAgSFQoNa2VlcF9wcmV2aW91cxgGIAEoCBIXCg9pZGVtcG90ZW5jeV9rZXkYByABKAkiigEKFERlbGV0ZUFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSDAoEZXRhZxgCIAEoCRIwCg1kcmFpbl90aW1lb3V0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBWZvcmNlGAQgASgIEhUKDWFsbG93X21pc3NpbmcYBSABKAgiaAoSTG9hZEFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSKAoEdGllchgCIAEoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISGgoScmV0dXJuX2ltbWVkaWF0ZWx5GAMgASgIIk0KE0V2aWN0QWRhcHRlclJlcXVlc3QSDAoEbmFtZRgBIAEoCRIoCgR0aWVyGAIgASgOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllciJnChFQaW5BZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJEigKBHRpZXIYAiABKA4yGi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJUaWVyEhoKEnJldHVybl9pbW1lZGlhdGVseRgDIAEoCCIjChNVbnBpbkFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkiVgoWUm9sbGJhY2tBZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJEhQKB3ZlcnNpb24YAiABKARIAIgBARIMCgRldGFnGAMgASgJQgoKCF92ZXJzaW9uIl4KFFVwbG9hZEFkYXB0ZXJSZXF1ZXN0Ei0KBmhlYWRlchgBIAEoCzIbLmRlbHRhcGxhbmUudjEuVXBsb2FkSGVhZGVySAASDwoFY2h1bmsYAiABKAxIAEIGCgRwYXJ0Ir8BCgxVcGxvYWRIZWFkZXISDAoEbmFtZRgBIAEoCRIoCgVmaWxlcxgCIAMoCzIZLmRlbHRhcGxhbmUudjEuVXBsb2FkRmlsZRI3CgZsYWJlbHMYAyADKAsyJy5kZWx0YXBsYW5lLnYxLlVwbG9hZEhlYWRlci5MYWJlbHNFbnRyeRIPCgdyZXBsYWNlGAQgASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiPgoKVXBsb2FkRmlsZRIMCgRuYW1lGAEgASgJEhIKCnNpemVfYnl0ZXMYAiABKAQSDgoGc2hhMjU2GAMgASgJIhIKEExpc3RTbG90c1JlcXVlc3QiNwoRTGlzdFNsb3RzUmVzcG9uc2USIgoFc2xvdHMYASADKAsyEy5kZWx0YXBsYW5lLnYxLlNsb3QiswIKBFNsb3QSDAoEc2xvdBgBIAEoDRIPCgdhZGFwdGVyGAIgASgJEg8KB3ZlcnNpb24YAyABKAQSDAoEcmFuaxgEIAEoDRINCgVwYWdlcxgFIAMoDRIUCgxkZXZpY2VfYnl0ZXMYBiABKAQSDgoGcGlubmVkGAcgASgIEg4KBmxlYXNlcxgIIAEoDRIPCgdydW5uaW5nGAkgASgNEhkKDGxydV9wb3NpdGlvbhgKIAEoDUgAiAEBEjEKDWxhc3RfdXNlX3RpbWUYCyABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEgwKBGhpdHMYDCABKAQSKgoFc3RhdGUYDSABKA4yGy5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJTdGF0ZUIPCg1fbHJ1X3Bvc2l0aW9uIiMKEkdldENhcGFjaXR5UmVxdWVzdBINCgVyYW5rcxgBIAMoDSKwAwoIQ2FwYWNpdHkSKwoGZGV2aWNlGAEgASgLMhsuZGVsdGFwbGFuZS52MS5UaWVyQ2FwYWNpdHkSKQoEaG9zdBgCIAEoCzIbLmRlbHRhcGxhbmUudjEuVGllckNhcGFjaXR5Eg0KBXNsb3RzGAMgASgNEhIKCmZyZWVfc2xvdHMYBCABKA0SFwoPYXZhaWxhYmxlX3Nsb3RzGAUgASgNEhYKDnJhbmtfcGFnZV9yb3dzGAYgASgNEhIKCnJhbmtfcGFnZXMYByABKA0SFwoPZnJlZV9yYW5rX3BhZ2VzGAggASgNEhUKDW1heF9sb3JhX3JhbmsYCSABKA0SLAoHYnlfcmFuaxgKIAMoCzIbLmRlbHRhcGxhbmUudjEuUmFua0NhcGFjaXR5EhAKCGt2X3BhZ2VzGAsgASgNEhUKDWZyZWVfa3ZfcGFnZXMYDCABKA0SFAoMa3ZfcGFnZV9zaXplGA0gASgNEhsKE3JlZ2lzdGVyZWRfYWRhcHRlcnMYDiABKA0SKgoGbWVtb3J5GA8gAygLMhouZGVsdGFwbGFuZS52MS5NZW1vcnlTaGFyZSJLCgxUaWVyQ2FwYWNpdHkSEwoLdG90YWxfYnl0ZXMYASABKAQSEgoKdXNlZF9ieXRlcxgCIAEoBBISCgpoZWxkX2J5dGVzGAMgASgEImYKDFJhbmtDYXBhY2l0eRIMCgRyYW5rGAEgASgNEg0KBXBhZ2VzGAIgASgNEhAKCGZpdF9mcmVlGAMgASgNEhUKDWZpdF9hdmFpbGFibGUYBCABKA0SEAoIZml0X2hvc3QYBSABKA0iLQoLTWVtb3J5U2hhcmUSDwoHcHVycG9zZRgBIAEoCRINCgVieXRlcxgCIAEoBCI8ChRXYXRjaEFkYXB0ZXJzUmVxdWVzdBIOCgZmaWx0ZXIYASABKAkSFAoMcmVzdW1lX3Rva2VuGAIgASgJItYBChVXYXRjaEFkYXB0ZXJzUmVzcG9uc2USLQoEdHlwZRgBIAEoDjIfLmRlbHRhcGxhbmUudjEuQWRhcHRlckV2ZW50VHlwZRInCgdhZGFwdGVyGAIgASgLMhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEg8KB3ZlcnNpb24YAyABKAQSDgoGcmVhc29uGAQgASgJEi4KCmV2ZW50X3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDHJlc3VtZV90b2tlbhgGIAEoCSrQAQoMQWRhcHRlclN0YXRlEh0KGUFEQVBURVJfU1RBVEVfVU5TUEVDSUZJRUQQABIcChhBREFQVEVSX1NUQVRFX1JFR0lTVEVSRUQQARIZChVBREFQVEVSX1NUQVRFX0xPQURJTkcQAhIWChJBREFQVEVSX1NUQVRFX0hPU1QQAxIaChZBREFQVEVSX1NUQVRFX1JFU0lERU5UEAQSGgoWQURBUFRFUl9TVEFURV9EUkFJTklORxAFEhgKFEFEQVBURVJfU1RBVEVfRkFJTEVEEAYqWwoLQWRhcHRlclRpZXISHAoYQURBUFRFUl9USUVSX1VOU1BFQ0lGSUVEEAASFQoRQURBUFRFUl9USUVSX0hPU1QQARIXChNBREFQVEVSX1RJRVJfREVWSUNFEAIqnQMKEEFkYXB0ZXJFdmVudFR5cGUSIgoeQURBUFRFUl9FVkVOVF9UWVBFX1VOU1BFQ0lGSUVEEAASHwobQURBUFRFUl9FVkVOVF9UWVBFX1NOQVBTSE9UEAESIwofQURBUFRFUl9FVkVOVF9UWVBFX1NOQVBTSE9UX0VORBACEiEKHUFEQVBURVJfRVZFTlRfVFlQRV9SRUdJU1RFUkVEEAMSHgoaQURBUFRFUl9FVkVOVF9UWVBFX1VQREFURUQQBBIeChpBREFQVEVSX0VWRU5UX1RZUEVfTE9BRElORxAFEh0KGUFEQVBURVJfRVZFTlRfVFlQRV9MT0FERUQQBhIeChpBREFQVEVSX0VWRU5UX1RZUEVfRVZJQ1RFRBAHEh0KGUFEQVBURVJfRVZFTlRfVFlQRV9QSU5ORUQQCBIdChlBREFQVEVSX0VWRU5UX1RZUEVfRkFJTEVEEAkSHwobQURBUFRFUl9FVkVOVF9UWVBFX0RSQUlOSU5HEAoSHgoaQURBUFRFUl9FVkVOVF9UWVBFX0RFTEVURUQQCzLkCAoOQWRhcHRlclNlcnZpY2USUAoPUmVnaXN0ZXJBZGFwdGVyEiUuZGVsdGFwbGFuZS52MS5SZWdpc3RlckFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEkYKCkdldEFkYXB0ZXISIC5kZWx0YXBsYW5lLnYxLkdldEFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyElcKDExpc3RBZGFwdGVycxIiLmRlbHRhcGxhbmUudjEuTGlzdEFkYXB0ZXJzUmVxdWVzdBojLmRlbHRhcGxhbmUudjEuTGlzdEFkYXB0ZXJzUmVzcG9uc2USTAoNVXBkYXRlQWRhcHRlchIjLmRlbHRhcGxhbmUudjEuVXBkYXRlQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISTAoNRGVsZXRlQWRhcHRlchIjLmRlbHRhcGxhbmUudjEuRGVsZXRlQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISSAoLTG9hZEFkYXB0ZXISIS5kZWx0YXBsYW5lLnYxLkxvYWRBZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlchJKCgxFdmljdEFkYXB0ZXISIi5kZWx0YXBsYW5lLnYxLkV2aWN0QWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISRgoKUGluQWRhcHRlchIgLmRlbHRhcGxhbmUudjEuUGluQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISSgoMVW5waW5BZGFwdGVyEiIuZGVsdGFwbGFuZS52MS5VbnBpbkFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyElAKD1JvbGxiYWNrQWRhcHRlchIlLmRlbHRhcGxhbmUudjEuUm9sbGJhY2tBZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlchJOCg1VcGxvYWRBZGFwdGVyEiMuZGVsdGFwbGFuZS52MS5VcGxvYWRBZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlcigBEk4KCUxpc3RTbG90cxIfLmRlbHRhcGxhbmUudjEuTGlzdFNsb3RzUmVxdWVzdBogLmRlbHRhcGxhbmUudjEuTGlzdFNsb3RzUmVzcG9uc2USSQoLR2V0Q2FwYWNpdHkSIS5kZWx0YXBsYW5lLnYxLkdldENhcGFjaXR5UmVxdWVzdBoXLmRlbHRhcGxhbmUudjEuQ2FwYWNpdHkSXAoNV2F0Y2hBZGFwdGVycxIjLmRlbHRhcGxhbmUudjEuV2F0Y2hBZGFwdGVyc1JlcXVlc3QaJC5kZWx0YXBsYW5lLnYxLldhdGNoQWRhcHRlcnNSZXNwb25zZTABQlwKEGlvLmRlbHRhcGxhbmUudjFQAVpGZ2l0aHViLmNvbS9kZWx0YXBsYW5lL2RlbHRhcGxhbmUvY2xpZW50cy9nby9kZWx0YXBsYW5lL3YxO2RlbHRhcGxhbmV2MWIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_google_protobuf_timestamp]);
+  fileDesc("ChxkZWx0YXBsYW5lL3YxL2FkYXB0ZXJzLnByb3RvEg1kZWx0YXBsYW5lLnYxIrEJCgdBZGFwdGVyEgwKBG5hbWUYASABKAkSDwoHdmVyc2lvbhgCIAEoBBIMCgRldGFnGAMgASgJEjIKBmxhYmVscxgEIAMoCzIiLmRlbHRhcGxhbmUudjEuQWRhcHRlci5MYWJlbHNFbnRyeRIOCgZzb3VyY2UYBSABKAkSDgoGZGlnZXN0GAYgASgJEhIKCmJhc2VfbW9kZWwYByABKAkSEQoJb3BlcmF0aW9uGAggASgJEjAKDHBpbm5lZF90aWVycxgJIAMoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISKgoFc3RhdGUYCiABKA4yGy5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJTdGF0ZRIUCgxzdGF0ZV9yZWFzb24YCyABKAkSLwoLcGlubmVkX3RpZXIYDCABKA4yGi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJUaWVyEg4KBmxlYXNlcxgNIAEoDRIPCgdydW5uaW5nGA4gASgNEhEKBHNsb3QYDyABKA1IAIgBARINCgVwYWdlcxgQIAMoDRIZCgxscnVfcG9zaXRpb24YESABKA1IAYgBARI1Cg5vdGhlcl92ZXJzaW9ucxgSIAMoCzIdLmRlbHRhcGxhbmUudjEuQWRhcHRlclZlcnNpb24SKQoFdGllcnMYEyADKA4yGi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJUaWVyEgwKBHJhbmsYFCABKA0SPQoMcmFua19wYXR0ZXJuGBUgAygLMicuZGVsdGFwbGFuZS52MS5BZGFwdGVyLlJhbmtQYXR0ZXJuRW50cnkSDQoFYWxwaGEYFiABKAESDgoGcnNsb3JhGBcgASgIEhYKDnRhcmdldF9tb2R1bGVzGBggAygJEhIKCm51bV9sYXllcnMYGSABKA0SEAoIZmVhdHVyZXMYGiADKAkSFAoMc291cmNlX2J5dGVzGB4gASgEEhIKCmhvc3RfYnl0ZXMYHyABKAQSFAoMZGV2aWNlX2J5dGVzGCAgASgEEi8KC2NyZWF0ZV90aW1lGCggASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgt1cGRhdGVfdGltZRgpIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASMQoNbGFzdF91c2VfdGltZRgqIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDQoFbG9hZHMYKyABKAQSDAoEaGl0cxgsIAEoBBIOCgZtaXNzZXMYLSABKAQSEQoJZXZpY3Rpb25zGC4gASgEEi0KCWxhc3RfbG9hZBgvIAEoCzIaLmRlbHRhcGxhbmUudjEuTG9hZFRpbWluZ3MSLgoNbGFzdF9ldmljdGlvbhgwIAEoCzIXLmRlbHRhcGxhbmUudjEuRXZpY3Rpb24aLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ARoyChBSYW5rUGF0dGVybkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoDToCOAFCBwoFX3Nsb3RCDwoNX2xydV9wb3NpdGlvbiKaAgoOQWRhcHRlclZlcnNpb24SDwoHdmVyc2lvbhgBIAEoBBIOCgZkaWdlc3QYAiABKAkSKgoFc3RhdGUYAyABKA4yGy5kZWx0YXBsYW5lLnYxLkFkYXB0ZXJTdGF0ZRIUCgxzdGF0ZV9yZWFzb24YBCABKAkSDgoGbGVhc2VzGAUgASgNEhEKBHNsb3QYBiABKA1IAIgBARIpCgV0aWVycxgHIAMoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISMAoMcGlubmVkX3RpZXJzGAggAygOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllchIMCgRyYW5rGAkgASgNEg4KBnNvdXJjZRgKIAEoCUIHCgVfc2xvdCJuCghFdmljdGlvbhIoCgR0aWVyGAEgASgOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllchIOCgZyZWFzb24YAiABKAkSKAoEdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAikgEKC0xvYWRUaW1pbmdzEhAKCHF1ZXVlX21zGAEgASgBEg8KB3JlYWRfbXMYAiABKAESDwoHcGFja19tcxgDIAEoARIPCgdjb3B5X21zGAQgASgBEhAKCGZldGNoX21zGAUgASgBEiwKCGVuZF90aW1lGAYgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCK8AgoWUmVnaXN0ZXJBZGFwdGVyUmVxdWVzdBIMCgRuYW1lGAEgASgJEg4KBnNvdXJjZRgCIAEoCRJBCgZsYWJlbHMYAyADKAsyMS5kZWx0YXBsYW5lLnYxLlJlZ2lzdGVyQWRhcHRlclJlcXVlc3QuTGFiZWxzRW50cnkSFwoPZXhwZWN0ZWRfZGlnZXN0GAQgASgJEhUKDXZhbGlkYXRlX29ubHkYBSABKAgSLQoJbG9hZF90aWVyGAYgASgOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllchIXCg9pZGVtcG90ZW5jeV9rZXkYByABKAkSGgoScmV0dXJuX2ltbWVkaWF0ZWx5GAggASgIGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiIQoRR2V0QWRhcHRlclJlcXVlc3QSDAoEbmFtZRgBIAEoCSJMChNMaXN0QWRhcHRlcnNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJEg4KBmZpbHRlchgDIAEoCSJtChRMaXN0QWRhcHRlcnNSZXNwb25zZRIoCghhZGFwdGVycxgBIAMoCzIWLmRlbHRhcGxhbmUudjEuQWRhcHRlchIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkSEgoKdG90YWxfc2l6ZRgDIAEoBSL6AQoUVXBkYXRlQWRhcHRlclJlcXVlc3QSJwoHYWRhcHRlchgBIAEoCzIWLmRlbHRhcGxhbmUudjEuQWRhcHRlchIvCgt1cGRhdGVfbWFzaxgCIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5GaWVsZE1hc2sSDAoEZXRhZxgDIAEoCRIXCg9leHBlY3RlZF9kaWdlc3QYBCABKAkSFQoNdmFsaWRhdGVfb25seRgFIAEoCBIVCg1rZWVwX3ByZXZpb3VzGAYgASgIEhcKD2lkZW1wb3RlbmN5X2tleRgHIAEoCRIaChJyZXR1cm5faW1tZWRpYXRlbHkYCCABKAgi0wEKFERlbGV0ZUFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSDAoEZXRhZxgCIAEoCRIwCg1kcmFpbl90aW1lb3V0GAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEg0KBWZvcmNlGAQgASgIEhUKDWFsbG93X21pc3NpbmcYBSABKAgSFwoPaWRlbXBvdGVuY3lfa2V5GAYgASgJEhUKDXZhbGlkYXRlX29ubHkYByABKAgSFwoPd2FpdF91bnRpbF9nb25lGAggASgIIroBChJMb2FkQWRhcHRlclJlcXVlc3QSDAoEbmFtZRgBIAEoCRIoCgR0aWVyGAIgASgOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllchIaChJyZXR1cm5faW1tZWRpYXRlbHkYAyABKAgSFAoHdmVyc2lvbhgEIAEoBEgAiAEBEhcKD2lkZW1wb3RlbmN5X2tleRgFIAEoCRIVCg12YWxpZGF0ZV9vbmx5GAYgASgIQgoKCF92ZXJzaW9uIs4BChNFdmljdEFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSKAoEdGllchgCIAEoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISFAoHdmVyc2lvbhgDIAEoBEgAiAEBEhEKCXdoZW5faWRsZRgEIAEoCBIaChJyZXR1cm5faW1tZWRpYXRlbHkYBSABKAgSFwoPaWRlbXBvdGVuY3lfa2V5GAYgASgJEhUKDXZhbGlkYXRlX29ubHkYByABKAhCCgoIX3ZlcnNpb24ixwEKEVBpbkFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSKAoEdGllchgCIAEoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISGgoScmV0dXJuX2ltbWVkaWF0ZWx5GAMgASgIEhQKB3ZlcnNpb24YBCABKARIAIgBARIMCgRldGFnGAUgASgJEhcKD2lkZW1wb3RlbmN5X2tleRgGIAEoCRIVCg12YWxpZGF0ZV9vbmx5GAcgASgIQgoKCF92ZXJzaW9uIq0BChNVbnBpbkFkYXB0ZXJSZXF1ZXN0EgwKBG5hbWUYASABKAkSKAoEdGllchgCIAEoDjIaLmRlbHRhcGxhbmUudjEuQWRhcHRlclRpZXISFAoHdmVyc2lvbhgDIAEoBEgAiAEBEgwKBGV0YWcYBCABKAkSFwoPaWRlbXBvdGVuY3lfa2V5GAUgASgJEhUKDXZhbGlkYXRlX29ubHkYBiABKAhCCgoIX3ZlcnNpb24ihgEKFlJvbGxiYWNrQWRhcHRlclJlcXVlc3QSDAoEbmFtZRgBIAEoCRIUCgd2ZXJzaW9uGAIgASgESACIAQESDAoEZXRhZxgDIAEoCRIXCg9pZGVtcG90ZW5jeV9rZXkYBCABKAkSFQoNdmFsaWRhdGVfb25seRgFIAEoCEIKCghfdmVyc2lvbiJeChRVcGxvYWRBZGFwdGVyUmVxdWVzdBItCgZoZWFkZXIYASABKAsyGy5kZWx0YXBsYW5lLnYxLlVwbG9hZEhlYWRlckgAEg8KBWNodW5rGAIgASgMSABCBgoEcGFydCLDAgoMVXBsb2FkSGVhZGVyEgwKBG5hbWUYASABKAkSKAoFZmlsZXMYAiADKAsyGS5kZWx0YXBsYW5lLnYxLlVwbG9hZEZpbGUSNwoGbGFiZWxzGAMgAygLMicuZGVsdGFwbGFuZS52MS5VcGxvYWRIZWFkZXIuTGFiZWxzRW50cnkSDwoHcmVwbGFjZRgEIAEoCBIMCgRldGFnGAUgASgJEhUKDWtlZXBfcHJldmlvdXMYBiABKAgSFwoPaWRlbXBvdGVuY3lfa2V5GAcgASgJEhUKDXZhbGlkYXRlX29ubHkYCCABKAgSLQoJbG9hZF90aWVyGAkgASgOMhouZGVsdGFwbGFuZS52MS5BZGFwdGVyVGllchotCgtMYWJlbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIj4KClVwbG9hZEZpbGUSDAoEbmFtZRgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEg4KBnNoYTI1NhgDIAEoCSISChBMaXN0U2xvdHNSZXF1ZXN0IjcKEUxpc3RTbG90c1Jlc3BvbnNlEiIKBXNsb3RzGAEgAygLMhMuZGVsdGFwbGFuZS52MS5TbG90IrMCCgRTbG90EgwKBHNsb3QYASABKA0SDwoHYWRhcHRlchgCIAEoCRIPCgd2ZXJzaW9uGAMgASgEEgwKBHJhbmsYBCABKA0SDQoFcGFnZXMYBSADKA0SFAoMZGV2aWNlX2J5dGVzGAYgASgEEg4KBnBpbm5lZBgHIAEoCBIOCgZsZWFzZXMYCCABKA0SDwoHcnVubmluZxgJIAEoDRIZCgxscnVfcG9zaXRpb24YCiABKA1IAIgBARIxCg1sYXN0X3VzZV90aW1lGAsgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIMCgRoaXRzGAwgASgEEioKBXN0YXRlGA0gASgOMhsuZGVsdGFwbGFuZS52MS5BZGFwdGVyU3RhdGVCDwoNX2xydV9wb3NpdGlvbiIjChJHZXRDYXBhY2l0eVJlcXVlc3QSDQoFcmFua3MYASADKA0i+wMKCENhcGFjaXR5EisKBmRldmljZRgBIAEoCzIbLmRlbHRhcGxhbmUudjEuVGllckNhcGFjaXR5EikKBGhvc3QYAiABKAsyGy5kZWx0YXBsYW5lLnYxLlRpZXJDYXBhY2l0eRINCgVzbG90cxgDIAEoDRISCgpmcmVlX3Nsb3RzGAQgASgNEhcKD2F2YWlsYWJsZV9zbG90cxgFIAEoDRIWCg5yYW5rX3BhZ2Vfcm93cxgGIAEoDRISCgpyYW5rX3BhZ2VzGAcgASgNEhcKD2ZyZWVfcmFua19wYWdlcxgIIAEoDRIVCg1tYXhfbG9yYV9yYW5rGAkgASgNEiwKB2J5X3JhbmsYCiADKAsyGy5kZWx0YXBsYW5lLnYxLlJhbmtDYXBhY2l0eRIQCghrdl9wYWdlcxgLIAEoDRIVCg1mcmVlX2t2X3BhZ2VzGAwgASgNEhQKDGt2X3BhZ2Vfc2l6ZRgNIAEoDRIbChNyZWdpc3RlcmVkX2FkYXB0ZXJzGA4gASgNEioKBm1lbW9yeRgPIAMoCzIaLmRlbHRhcGxhbmUudjEuTWVtb3J5U2hhcmUSFAoMcGlubmVkX3Nsb3RzGBAgASgNEhgKEG1heF9waW5uZWRfc2xvdHMYESABKA0SGQoRcGlubmVkX3JhbmtfcGFnZXMYEiABKA0iSwoMVGllckNhcGFjaXR5EhMKC3RvdGFsX2J5dGVzGAEgASgEEhIKCnVzZWRfYnl0ZXMYAiABKAQSEgoKaGVsZF9ieXRlcxgDIAEoBCJ6CgxSYW5rQ2FwYWNpdHkSDAoEcmFuaxgBIAEoDRINCgVwYWdlcxgCIAEoDRIQCghmaXRfZnJlZRgDIAEoDRIVCg1maXRfYXZhaWxhYmxlGAQgASgNEhAKCGZpdF9ob3N0GAUgASgNEhIKCmZpdF9waW5uZWQYBiABKA0iLQoLTWVtb3J5U2hhcmUSDwoHcHVycG9zZRgBIAEoCRINCgVieXRlcxgCIAEoBCI8ChRXYXRjaEFkYXB0ZXJzUmVxdWVzdBIOCgZmaWx0ZXIYASABKAkSFAoMcmVzdW1lX3Rva2VuGAIgASgJIusBChVXYXRjaEFkYXB0ZXJzUmVzcG9uc2USLQoEdHlwZRgBIAEoDjIfLmRlbHRhcGxhbmUudjEuQWRhcHRlckV2ZW50VHlwZRInCgdhZGFwdGVyGAIgASgLMhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEg8KB3ZlcnNpb24YAyABKAQSDgoGcmVhc29uGAQgASgJEi4KCmV2ZW50X3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhQKDHJlc3VtZV90b2tlbhgGIAEoCRITCgtsZWZ0X2ZpbHRlchgHIAEoCCrsAQoMQWRhcHRlclN0YXRlEh0KGUFEQVBURVJfU1RBVEVfVU5TUEVDSUZJRUQQABIcChhBREFQVEVSX1NUQVRFX1JFR0lTVEVSRUQQARIZChVBREFQVEVSX1NUQVRFX0xPQURJTkcQAhIWChJBREFQVEVSX1NUQVRFX0hPU1QQAxIaChZBREFQVEVSX1NUQVRFX1JFU0lERU5UEAQSGgoWQURBUFRFUl9TVEFURV9EUkFJTklORxAFEhgKFEFEQVBURVJfU1RBVEVfRkFJTEVEEAYSGgoWQURBUFRFUl9TVEFURV9GRVRDSElORxAHKlsKC0FkYXB0ZXJUaWVyEhwKGEFEQVBURVJfVElFUl9VTlNQRUNJRklFRBAAEhUKEUFEQVBURVJfVElFUl9IT1NUEAESFwoTQURBUFRFUl9USUVSX0RFVklDRRACKr4DChBBZGFwdGVyRXZlbnRUeXBlEiIKHkFEQVBURVJfRVZFTlRfVFlQRV9VTlNQRUNJRklFRBAAEh8KG0FEQVBURVJfRVZFTlRfVFlQRV9TTkFQU0hPVBABEiMKH0FEQVBURVJfRVZFTlRfVFlQRV9TTkFQU0hPVF9FTkQQAhIhCh1BREFQVEVSX0VWRU5UX1RZUEVfUkVHSVNURVJFRBADEh4KGkFEQVBURVJfRVZFTlRfVFlQRV9VUERBVEVEEAQSHgoaQURBUFRFUl9FVkVOVF9UWVBFX0xPQURJTkcQBRIdChlBREFQVEVSX0VWRU5UX1RZUEVfTE9BREVEEAYSHgoaQURBUFRFUl9FVkVOVF9UWVBFX0VWSUNURUQQBxIdChlBREFQVEVSX0VWRU5UX1RZUEVfUElOTkVEEAgSHQoZQURBUFRFUl9FVkVOVF9UWVBFX0ZBSUxFRBAJEh8KG0FEQVBURVJfRVZFTlRfVFlQRV9EUkFJTklORxAKEh4KGkFEQVBURVJfRVZFTlRfVFlQRV9ERUxFVEVEEAsSHwobQURBUFRFUl9FVkVOVF9UWVBFX0ZFVENISU5HEAwy5AgKDkFkYXB0ZXJTZXJ2aWNlElAKD1JlZ2lzdGVyQWRhcHRlchIlLmRlbHRhcGxhbmUudjEuUmVnaXN0ZXJBZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlchJGCgpHZXRBZGFwdGVyEiAuZGVsdGFwbGFuZS52MS5HZXRBZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlchJXCgxMaXN0QWRhcHRlcnMSIi5kZWx0YXBsYW5lLnYxLkxpc3RBZGFwdGVyc1JlcXVlc3QaIy5kZWx0YXBsYW5lLnYxLkxpc3RBZGFwdGVyc1Jlc3BvbnNlEkwKDVVwZGF0ZUFkYXB0ZXISIy5kZWx0YXBsYW5lLnYxLlVwZGF0ZUFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEkwKDURlbGV0ZUFkYXB0ZXISIy5kZWx0YXBsYW5lLnYxLkRlbGV0ZUFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEkgKC0xvYWRBZGFwdGVyEiEuZGVsdGFwbGFuZS52MS5Mb2FkQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISSgoMRXZpY3RBZGFwdGVyEiIuZGVsdGFwbGFuZS52MS5FdmljdEFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEkYKClBpbkFkYXB0ZXISIC5kZWx0YXBsYW5lLnYxLlBpbkFkYXB0ZXJSZXF1ZXN0GhYuZGVsdGFwbGFuZS52MS5BZGFwdGVyEkoKDFVucGluQWRhcHRlchIiLmRlbHRhcGxhbmUudjEuVW5waW5BZGFwdGVyUmVxdWVzdBoWLmRlbHRhcGxhbmUudjEuQWRhcHRlchJQCg9Sb2xsYmFja0FkYXB0ZXISJS5kZWx0YXBsYW5lLnYxLlJvbGxiYWNrQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXISTgoNVXBsb2FkQWRhcHRlchIjLmRlbHRhcGxhbmUudjEuVXBsb2FkQWRhcHRlclJlcXVlc3QaFi5kZWx0YXBsYW5lLnYxLkFkYXB0ZXIoARJOCglMaXN0U2xvdHMSHy5kZWx0YXBsYW5lLnYxLkxpc3RTbG90c1JlcXVlc3QaIC5kZWx0YXBsYW5lLnYxLkxpc3RTbG90c1Jlc3BvbnNlEkkKC0dldENhcGFjaXR5EiEuZGVsdGFwbGFuZS52MS5HZXRDYXBhY2l0eVJlcXVlc3QaFy5kZWx0YXBsYW5lLnYxLkNhcGFjaXR5ElwKDVdhdGNoQWRhcHRlcnMSIy5kZWx0YXBsYW5lLnYxLldhdGNoQWRhcHRlcnNSZXF1ZXN0GiQuZGVsdGFwbGFuZS52MS5XYXRjaEFkYXB0ZXJzUmVzcG9uc2UwAUJcChBpby5kZWx0YXBsYW5lLnYxUAFaRmdpdGh1Yi5jb20vZGVsdGFwbGFuZS9kZWx0YXBsYW5lL2NsaWVudHMvZ28vZGVsdGFwbGFuZS92MTtkZWx0YXBsYW5ldjFiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_field_mask, file_google_protobuf_timestamp]);
 
 /**
  * An adapter and its current version. All fields are output only but name, labels and source.
@@ -49,7 +49,7 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
   labels: { [key: string]: string };
 
   /**
-   * Where the files are: a folder under an allowed root.
+   * Where the files are from: a folder under an allowed root, or the remote source with its revision.
    *
    * @generated from field: string source = 5;
    */
@@ -70,6 +70,21 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
   baseModel: string;
 
   /**
+   * In the answer to a call that was asked to return immediately, or to a delete, its operation; elsewhere
+   * the newest operation on it that is under way.
+   *
+   * @generated from field: string operation = 8;
+   */
+  operation: string;
+
+  /**
+   * The tiers where it is pinned.
+   *
+   * @generated from field: repeated deltaplane.v1.AdapterTier pinned_tiers = 9;
+   */
+  pinnedTiers: AdapterTier[];
+
+  /**
    * What becomes of it.
    *
    * @generated from field: deltaplane.v1.AdapterState state = 10;
@@ -84,7 +99,7 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
   stateReason: string;
 
   /**
-   * Where it is pinned; unspecified where it is not.
+   * The device where it is pinned there, else host memory where it is pinned there, else unspecified.
    *
    * @generated from field: deltaplane.v1.AdapterTier pinned_tier = 12;
    */
@@ -133,6 +148,13 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
   otherVersions: AdapterVersion[];
 
   /**
+   * The tiers where its weights are.
+   *
+   * @generated from field: repeated deltaplane.v1.AdapterTier tiers = 19;
+   */
+  tiers: AdapterTier[];
+
+  /**
    * Its highest rank.
    *
    * @generated from field: uint32 rank = 20;
@@ -173,6 +195,14 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
    * @generated from field: uint32 num_layers = 25;
    */
   numLayers: number;
+
+  /**
+   * What it has beside plain LoRA in the layers, of "bias", "dora", "embed_tokens", "lm_head",
+   * "trained_embeddings" and "trained_norms", in this order.
+   *
+   * @generated from field: repeated string features = 26;
+   */
+  features: string[];
 
   /**
    * Bytes of the files.
@@ -250,6 +280,13 @@ export type Adapter = Message<"deltaplane.v1.Adapter"> & {
    * @generated from field: deltaplane.v1.LoadTimings last_load = 47;
    */
   lastLoad?: LoadTimings | undefined;
+
+  /**
+   * Its last eviction; unset before the first.
+   *
+   * @generated from field: deltaplane.v1.Eviction last_eviction = 48;
+   */
+  lastEviction?: Eviction | undefined;
 };
 
 /**
@@ -306,6 +343,34 @@ export type AdapterVersion = Message<"deltaplane.v1.AdapterVersion"> & {
    * @generated from field: optional uint32 slot = 6;
    */
   slot?: number | undefined;
+
+  /**
+   * The tiers where its weights are.
+   *
+   * @generated from field: repeated deltaplane.v1.AdapterTier tiers = 7;
+   */
+  tiers: AdapterTier[];
+
+  /**
+   * The tiers where it is pinned.
+   *
+   * @generated from field: repeated deltaplane.v1.AdapterTier pinned_tiers = 8;
+   */
+  pinnedTiers: AdapterTier[];
+
+  /**
+   * Its highest rank.
+   *
+   * @generated from field: uint32 rank = 9;
+   */
+  rank: number;
+
+  /**
+   * Where its files are from.
+   *
+   * @generated from field: string source = 10;
+   */
+  source: string;
 };
 
 /**
@@ -314,6 +379,41 @@ export type AdapterVersion = Message<"deltaplane.v1.AdapterVersion"> & {
  */
 export const AdapterVersionSchema: GenMessage<AdapterVersion> = /*@__PURE__*/
   messageDesc(file_deltaplane_v1_adapters, 1);
+
+/**
+ * A version left a tier.
+ *
+ * @generated from message deltaplane.v1.Eviction
+ */
+export type Eviction = Message<"deltaplane.v1.Eviction"> & {
+  /**
+   * Which.
+   *
+   * @generated from field: deltaplane.v1.AdapterTier tier = 1;
+   */
+  tier: AdapterTier;
+
+  /**
+   * Why, for people: for whom there had to be room, or that an administrator asked for it.
+   *
+   * @generated from field: string reason = 2;
+   */
+  reason: string;
+
+  /**
+   * When.
+   *
+   * @generated from field: google.protobuf.Timestamp time = 3;
+   */
+  time?: Timestamp | undefined;
+};
+
+/**
+ * Describes the message deltaplane.v1.Eviction.
+ * Use `create(EvictionSchema)` to create a new message.
+ */
+export const EvictionSchema: GenMessage<Eviction> = /*@__PURE__*/
+  messageDesc(file_deltaplane_v1_adapters, 2);
 
 /**
  * How long the stages of a load took, in milliseconds.
@@ -343,11 +443,25 @@ export type LoadTimings = Message<"deltaplane.v1.LoadTimings"> & {
   packMs: number;
 
   /**
-   * Finding room and copying to the device.
+   * Finding room and copying to the device; 0 where it went to host memory.
    *
    * @generated from field: double copy_ms = 4;
    */
   copyMs: number;
+
+  /**
+   * Fetching the files when the version was made; 0 where they were on a disk of the server's already.
+   *
+   * @generated from field: double fetch_ms = 5;
+   */
+  fetchMs: number;
+
+  /**
+   * When the load ended.
+   *
+   * @generated from field: google.protobuf.Timestamp end_time = 6;
+   */
+  endTime?: Timestamp | undefined;
 };
 
 /**
@@ -355,7 +469,7 @@ export type LoadTimings = Message<"deltaplane.v1.LoadTimings"> & {
  * Use `create(LoadTimingsSchema)` to create a new message.
  */
 export const LoadTimingsSchema: GenMessage<LoadTimings> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 2);
+  messageDesc(file_deltaplane_v1_adapters, 3);
 
 /**
  * A new adapter.
@@ -371,7 +485,9 @@ export type RegisterAdapterRequest = Message<"deltaplane.v1.RegisterAdapterReque
   name: string;
 
   /**
-   * Required. The folder with adapter_config.json and the safetensors weights, under an allowed root.
+   * Required. Where adapter_config.json and the safetensors weights are: a folder under an allowed root,
+   * `hf://organisation/name@revision`, `https://host/path` or `s3://bucket/prefix`, as far as the server
+   * allows them. At most 4096 characters.
    *
    * @generated from field: string source = 2;
    */
@@ -411,6 +527,14 @@ export type RegisterAdapterRequest = Message<"deltaplane.v1.RegisterAdapterReque
    * @generated from field: string idempotency_key = 7;
    */
   idempotencyKey: string;
+
+  /**
+   * Optional. Answer at once, with name, source, state FETCHING or the state that it has, and the operation,
+   * whose result is the adapter.
+   *
+   * @generated from field: bool return_immediately = 8;
+   */
+  returnImmediately: boolean;
 };
 
 /**
@@ -418,7 +542,7 @@ export type RegisterAdapterRequest = Message<"deltaplane.v1.RegisterAdapterReque
  * Use `create(RegisterAdapterRequestSchema)` to create a new message.
  */
 export const RegisterAdapterRequestSchema: GenMessage<RegisterAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 3);
+  messageDesc(file_deltaplane_v1_adapters, 4);
 
 /**
  * Asks for one adapter.
@@ -439,7 +563,7 @@ export type GetAdapterRequest = Message<"deltaplane.v1.GetAdapterRequest"> & {
  * Use `create(GetAdapterRequestSchema)` to create a new message.
  */
 export const GetAdapterRequestSchema: GenMessage<GetAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 4);
+  messageDesc(file_deltaplane_v1_adapters, 5);
 
 /**
  * Asks for adapters.
@@ -462,7 +586,9 @@ export type ListAdaptersRequest = Message<"deltaplane.v1.ListAdaptersRequest"> &
   pageToken: string;
 
   /**
-   * Optional. Terms joined by AND: `state=RESIDENT`, `pinned=true`, `name:prefix*`, `labels.key=value`.
+   * Optional. Terms joined by AND: `state=RESIDENT`, `pinned=true`, `pinned=device`, `name:prefix*`,
+   * `labels.key=value`, `digest=...`, `digest:prefix*`, `base_model=...`, `features:dora`, `rank=16`,
+   * `rank>=16`, `rank<=16`. A value with blanks stands in double quotes. At most 2048 characters.
    *
    * @generated from field: string filter = 3;
    */
@@ -474,7 +600,7 @@ export type ListAdaptersRequest = Message<"deltaplane.v1.ListAdaptersRequest"> &
  * Use `create(ListAdaptersRequestSchema)` to create a new message.
  */
 export const ListAdaptersRequestSchema: GenMessage<ListAdaptersRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 5);
+  messageDesc(file_deltaplane_v1_adapters, 6);
 
 /**
  * A page of adapters.
@@ -509,7 +635,7 @@ export type ListAdaptersResponse = Message<"deltaplane.v1.ListAdaptersResponse">
  * Use `create(ListAdaptersResponseSchema)` to create a new message.
  */
 export const ListAdaptersResponseSchema: GenMessage<ListAdaptersResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 6);
+  messageDesc(file_deltaplane_v1_adapters, 7);
 
 /**
  * A change of an adapter.
@@ -553,7 +679,7 @@ export type UpdateAdapterRequest = Message<"deltaplane.v1.UpdateAdapterRequest">
   validateOnly: boolean;
 
   /**
-   * Optional. Keep the old version for RollbackAdapter.
+   * Optional. Keep the old version for RollbackAdapter. PinAdapter, with its number, keeps its weights too.
    *
    * @generated from field: bool keep_previous = 6;
    */
@@ -565,6 +691,13 @@ export type UpdateAdapterRequest = Message<"deltaplane.v1.UpdateAdapterRequest">
    * @generated from field: string idempotency_key = 7;
    */
   idempotencyKey: string;
+
+  /**
+   * Optional. As in RegisterAdapterRequest; the old version serves until the operation ends.
+   *
+   * @generated from field: bool return_immediately = 8;
+   */
+  returnImmediately: boolean;
 };
 
 /**
@@ -572,7 +705,7 @@ export type UpdateAdapterRequest = Message<"deltaplane.v1.UpdateAdapterRequest">
  * Use `create(UpdateAdapterRequestSchema)` to create a new message.
  */
 export const UpdateAdapterRequestSchema: GenMessage<UpdateAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 7);
+  messageDesc(file_deltaplane_v1_adapters, 8);
 
 /**
  * Asks to forget an adapter.
@@ -614,6 +747,27 @@ export type DeleteAdapterRequest = Message<"deltaplane.v1.DeleteAdapterRequest">
    * @generated from field: bool allow_missing = 5;
    */
   allowMissing: boolean;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 6;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check everything and change nothing.
+   *
+   * @generated from field: bool validate_only = 7;
+   */
+  validateOnly: boolean;
+
+  /**
+   * Optional. Answer when it is gone: its last stream has ended, or was aborted after the drain timeout.
+   *
+   * @generated from field: bool wait_until_gone = 8;
+   */
+  waitUntilGone: boolean;
 };
 
 /**
@@ -621,7 +775,7 @@ export type DeleteAdapterRequest = Message<"deltaplane.v1.DeleteAdapterRequest">
  * Use `create(DeleteAdapterRequestSchema)` to create a new message.
  */
 export const DeleteAdapterRequestSchema: GenMessage<DeleteAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 8);
+  messageDesc(file_deltaplane_v1_adapters, 9);
 
 /**
  * Asks to bring an adapter to a tier.
@@ -644,12 +798,33 @@ export type LoadAdapterRequest = Message<"deltaplane.v1.LoadAdapterRequest"> & {
   tier: AdapterTier;
 
   /**
-   * Optional. Answer at once, with state LOADING; WatchAdapters or GetAdapter tell the rest. By default the
-   * answer waits for the end of the load, or for the call's deadline.
+   * Optional. Answer at once, with state LOADING and the operation. By default the answer waits for the end
+   * of the load, or for the call's deadline.
    *
    * @generated from field: bool return_immediately = 3;
    */
   returnImmediately: boolean;
+
+  /**
+   * Optional. A version that is kept; unset means the current one.
+   *
+   * @generated from field: optional uint64 version = 4;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 5;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check whether it could ever be loaded as things are pinned, and change nothing.
+   *
+   * @generated from field: bool validate_only = 6;
+   */
+  validateOnly: boolean;
 };
 
 /**
@@ -657,7 +832,7 @@ export type LoadAdapterRequest = Message<"deltaplane.v1.LoadAdapterRequest"> & {
  * Use `create(LoadAdapterRequestSchema)` to create a new message.
  */
 export const LoadAdapterRequestSchema: GenMessage<LoadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 9);
+  messageDesc(file_deltaplane_v1_adapters, 10);
 
 /**
  * Asks to take an adapter out of a tier.
@@ -678,6 +853,42 @@ export type EvictAdapterRequest = Message<"deltaplane.v1.EvictAdapterRequest"> &
    * @generated from field: deltaplane.v1.AdapterTier tier = 2;
    */
   tier: AdapterTier;
+
+  /**
+   * Optional. A version that is kept or drains; unset means the current one.
+   *
+   * @generated from field: optional uint64 version = 3;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * Optional. Evict it as soon as nothing uses it, instead of refusing while something does. The answer waits
+   * for that, or for the call's deadline. A pin is refused either way.
+   *
+   * @generated from field: bool when_idle = 4;
+   */
+  whenIdle: boolean;
+
+  /**
+   * Optional. Answer at once, with the operation.
+   *
+   * @generated from field: bool return_immediately = 5;
+   */
+  returnImmediately: boolean;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 6;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check whether it could be evicted now and change nothing.
+   *
+   * @generated from field: bool validate_only = 7;
+   */
+  validateOnly: boolean;
 };
 
 /**
@@ -685,7 +896,7 @@ export type EvictAdapterRequest = Message<"deltaplane.v1.EvictAdapterRequest"> &
  * Use `create(EvictAdapterRequestSchema)` to create a new message.
  */
 export const EvictAdapterRequestSchema: GenMessage<EvictAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 10);
+  messageDesc(file_deltaplane_v1_adapters, 11);
 
 /**
  * Asks to keep an adapter in a tier.
@@ -708,11 +919,41 @@ export type PinAdapterRequest = Message<"deltaplane.v1.PinAdapterRequest"> & {
   tier: AdapterTier;
 
   /**
-   * Optional. As in LoadAdapterRequest.
+   * Optional. Pin it at once and answer, with the operation, which ends when it has arrived; it does as soon
+   * as there is room. By default it is pinned when it has arrived, and an error leaves everything as it was.
    *
    * @generated from field: bool return_immediately = 3;
    */
   returnImmediately: boolean;
+
+  /**
+   * Optional. A version that is kept, to have it ready for a rollback. Its pins end when it becomes current,
+   * where the adapter's pins hold. Unset means the adapter: whichever version is current.
+   *
+   * @generated from field: optional uint64 version = 4;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * Optional. Refuse the change unless the adapter's etag is this.
+   *
+   * @generated from field: string etag = 5;
+   */
+  etag: string;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 6;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check everything and change nothing.
+   *
+   * @generated from field: bool validate_only = 7;
+   */
+  validateOnly: boolean;
 };
 
 /**
@@ -720,7 +961,7 @@ export type PinAdapterRequest = Message<"deltaplane.v1.PinAdapterRequest"> & {
  * Use `create(PinAdapterRequestSchema)` to create a new message.
  */
 export const PinAdapterRequestSchema: GenMessage<PinAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 11);
+  messageDesc(file_deltaplane_v1_adapters, 12);
 
 /**
  * Asks to let an adapter be evicted again.
@@ -734,6 +975,41 @@ export type UnpinAdapterRequest = Message<"deltaplane.v1.UnpinAdapterRequest"> &
    * @generated from field: string name = 1;
    */
   name: string;
+
+  /**
+   * Optional. The tier; unspecified takes the pins of both away.
+   *
+   * @generated from field: deltaplane.v1.AdapterTier tier = 2;
+   */
+  tier: AdapterTier;
+
+  /**
+   * Optional. A version that is kept; unset means the adapter.
+   *
+   * @generated from field: optional uint64 version = 3;
+   */
+  version?: bigint | undefined;
+
+  /**
+   * Optional. Refuse the change unless the adapter's etag is this.
+   *
+   * @generated from field: string etag = 4;
+   */
+  etag: string;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 5;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check everything and change nothing.
+   *
+   * @generated from field: bool validate_only = 6;
+   */
+  validateOnly: boolean;
 };
 
 /**
@@ -741,7 +1017,7 @@ export type UnpinAdapterRequest = Message<"deltaplane.v1.UnpinAdapterRequest"> &
  * Use `create(UnpinAdapterRequestSchema)` to create a new message.
  */
 export const UnpinAdapterRequestSchema: GenMessage<UnpinAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 12);
+  messageDesc(file_deltaplane_v1_adapters, 13);
 
 /**
  * Asks for an earlier version.
@@ -769,6 +1045,20 @@ export type RollbackAdapterRequest = Message<"deltaplane.v1.RollbackAdapterReque
    * @generated from field: string etag = 3;
    */
   etag: string;
+
+  /**
+   * Optional. As in RegisterAdapterRequest.
+   *
+   * @generated from field: string idempotency_key = 4;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check everything and change nothing.
+   *
+   * @generated from field: bool validate_only = 5;
+   */
+  validateOnly: boolean;
 };
 
 /**
@@ -776,7 +1066,7 @@ export type RollbackAdapterRequest = Message<"deltaplane.v1.RollbackAdapterReque
  * Use `create(RollbackAdapterRequestSchema)` to create a new message.
  */
 export const RollbackAdapterRequestSchema: GenMessage<RollbackAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 13);
+  messageDesc(file_deltaplane_v1_adapters, 14);
 
 /**
  * A piece of an upload.
@@ -813,7 +1103,7 @@ export type UploadAdapterRequest = Message<"deltaplane.v1.UploadAdapterRequest">
  * Use `create(UploadAdapterRequestSchema)` to create a new message.
  */
 export const UploadAdapterRequestSchema: GenMessage<UploadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 14);
+  messageDesc(file_deltaplane_v1_adapters, 15);
 
 /**
  * What an upload will bring.
@@ -848,6 +1138,41 @@ export type UploadHeader = Message<"deltaplane.v1.UploadHeader"> & {
    * @generated from field: bool replace = 4;
    */
   replace: boolean;
+
+  /**
+   * Optional. With `replace`: refuse the change unless the adapter's etag is this.
+   *
+   * @generated from field: string etag = 5;
+   */
+  etag: string;
+
+  /**
+   * Optional. With `replace`: keep the old version for RollbackAdapter.
+   *
+   * @generated from field: bool keep_previous = 6;
+   */
+  keepPrevious: boolean;
+
+  /**
+   * Optional. As in RegisterAdapterRequest; a repeated upload is answered without taking its bytes again.
+   *
+   * @generated from field: string idempotency_key = 7;
+   */
+  idempotencyKey: string;
+
+  /**
+   * Optional. Check everything, the files too, and change nothing.
+   *
+   * @generated from field: bool validate_only = 8;
+   */
+  validateOnly: boolean;
+
+  /**
+   * Optional. Where to bring it at once.
+   *
+   * @generated from field: deltaplane.v1.AdapterTier load_tier = 9;
+   */
+  loadTier: AdapterTier;
 };
 
 /**
@@ -855,7 +1180,7 @@ export type UploadHeader = Message<"deltaplane.v1.UploadHeader"> & {
  * Use `create(UploadHeaderSchema)` to create a new message.
  */
 export const UploadHeaderSchema: GenMessage<UploadHeader> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 15);
+  messageDesc(file_deltaplane_v1_adapters, 16);
 
 /**
  * A file of an upload.
@@ -890,7 +1215,7 @@ export type UploadFile = Message<"deltaplane.v1.UploadFile"> & {
  * Use `create(UploadFileSchema)` to create a new message.
  */
 export const UploadFileSchema: GenMessage<UploadFile> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 16);
+  messageDesc(file_deltaplane_v1_adapters, 17);
 
 /**
  * Asks for the slots.
@@ -905,7 +1230,7 @@ export type ListSlotsRequest = Message<"deltaplane.v1.ListSlotsRequest"> & {
  * Use `create(ListSlotsRequestSchema)` to create a new message.
  */
 export const ListSlotsRequestSchema: GenMessage<ListSlotsRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 17);
+  messageDesc(file_deltaplane_v1_adapters, 18);
 
 /**
  * The slots.
@@ -926,7 +1251,7 @@ export type ListSlotsResponse = Message<"deltaplane.v1.ListSlotsResponse"> & {
  * Use `create(ListSlotsResponseSchema)` to create a new message.
  */
 export const ListSlotsResponseSchema: GenMessage<ListSlotsResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 18);
+  messageDesc(file_deltaplane_v1_adapters, 19);
 
 /**
  * A place on the device for one adapter version.
@@ -1031,7 +1356,7 @@ export type Slot = Message<"deltaplane.v1.Slot"> & {
  * Use `create(SlotSchema)` to create a new message.
  */
 export const SlotSchema: GenMessage<Slot> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 19);
+  messageDesc(file_deltaplane_v1_adapters, 20);
 
 /**
  * Asks what fits.
@@ -1040,7 +1365,8 @@ export const SlotSchema: GenMessage<Slot> = /*@__PURE__*/
  */
 export type GetCapacityRequest = Message<"deltaplane.v1.GetCapacityRequest"> & {
   /**
-   * Optional. Ranks to answer for; default 8, 16, 32, 64 as far as they are allowed, and the highest.
+   * Optional. Ranks to answer for, at most 256; default 8, 16, 32, 64 as far as they are allowed, and the
+   * highest.
    *
    * @generated from field: repeated uint32 ranks = 1;
    */
@@ -1052,7 +1378,7 @@ export type GetCapacityRequest = Message<"deltaplane.v1.GetCapacityRequest"> & {
  * Use `create(GetCapacityRequestSchema)` to create a new message.
  */
 export const GetCapacityRequestSchema: GenMessage<GetCapacityRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 20);
+  messageDesc(file_deltaplane_v1_adapters, 21);
 
 /**
  * What each tier holds.
@@ -1164,6 +1490,27 @@ export type Capacity = Message<"deltaplane.v1.Capacity"> & {
    * @generated from field: repeated deltaplane.v1.MemoryShare memory = 15;
    */
   memory: MemoryShare[];
+
+  /**
+   * Slots that are pinned.
+   *
+   * @generated from field: uint32 pinned_slots = 16;
+   */
+  pinnedSlots: number;
+
+  /**
+   * Slots that may be pinned.
+   *
+   * @generated from field: uint32 max_pinned_slots = 17;
+   */
+  maxPinnedSlots: number;
+
+  /**
+   * Rank pages that are pinned.
+   *
+   * @generated from field: uint32 pinned_rank_pages = 18;
+   */
+  pinnedRankPages: number;
 };
 
 /**
@@ -1171,7 +1518,7 @@ export type Capacity = Message<"deltaplane.v1.Capacity"> & {
  * Use `create(CapacitySchema)` to create a new message.
  */
 export const CapacitySchema: GenMessage<Capacity> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 21);
+  messageDesc(file_deltaplane_v1_adapters, 22);
 
 /**
  * Bytes of a tier.
@@ -1206,7 +1553,7 @@ export type TierCapacity = Message<"deltaplane.v1.TierCapacity"> & {
  * Use `create(TierCapacitySchema)` to create a new message.
  */
 export const TierCapacitySchema: GenMessage<TierCapacity> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 22);
+  messageDesc(file_deltaplane_v1_adapters, 23);
 
 /**
  * How many adapters of one rank fit.
@@ -1248,6 +1595,13 @@ export type RankCapacity = Message<"deltaplane.v1.RankCapacity"> & {
    * @generated from field: uint32 fit_host = 5;
    */
   fitHost: number;
+
+  /**
+   * How many more may be pinned on the device.
+   *
+   * @generated from field: uint32 fit_pinned = 6;
+   */
+  fitPinned: number;
 };
 
 /**
@@ -1255,7 +1609,7 @@ export type RankCapacity = Message<"deltaplane.v1.RankCapacity"> & {
  * Use `create(RankCapacitySchema)` to create a new message.
  */
 export const RankCapacitySchema: GenMessage<RankCapacity> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 23);
+  messageDesc(file_deltaplane_v1_adapters, 24);
 
 /**
  * A share of memory.
@@ -1283,7 +1637,7 @@ export type MemoryShare = Message<"deltaplane.v1.MemoryShare"> & {
  * Use `create(MemoryShareSchema)` to create a new message.
  */
 export const MemoryShareSchema: GenMessage<MemoryShare> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 24);
+  messageDesc(file_deltaplane_v1_adapters, 25);
 
 /**
  * Asks for changes.
@@ -1311,7 +1665,7 @@ export type WatchAdaptersRequest = Message<"deltaplane.v1.WatchAdaptersRequest">
  * Use `create(WatchAdaptersRequestSchema)` to create a new message.
  */
 export const WatchAdaptersRequestSchema: GenMessage<WatchAdaptersRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 25);
+  messageDesc(file_deltaplane_v1_adapters, 26);
 
 /**
  * A change of an adapter.
@@ -1360,6 +1714,14 @@ export type WatchAdaptersResponse = Message<"deltaplane.v1.WatchAdaptersResponse
    * @generated from field: string resume_token = 6;
    */
   resumeToken: string;
+
+  /**
+   * The adapter does not pass the filter any more, or may never have where the watch was resumed: no event of
+   * it is sent until it does again.
+   *
+   * @generated from field: bool left_filter = 7;
+   */
+  leftFilter: boolean;
 };
 
 /**
@@ -1367,7 +1729,7 @@ export type WatchAdaptersResponse = Message<"deltaplane.v1.WatchAdaptersResponse
  * Use `create(WatchAdaptersResponseSchema)` to create a new message.
  */
 export const WatchAdaptersResponseSchema: GenMessage<WatchAdaptersResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_adapters, 26);
+  messageDesc(file_deltaplane_v1_adapters, 27);
 
 /**
  * What becomes of a version.
@@ -1423,6 +1785,13 @@ export enum AdapterState {
    * @generated from enum value: ADAPTER_STATE_FAILED = 6;
    */
   FAILED = 6,
+
+  /**
+   * Its files are being fetched; it is not registered before they have come and are good.
+   *
+   * @generated from enum value: ADAPTER_STATE_FETCHING = 7;
+   */
+  FETCHING = 7,
 }
 
 /**
@@ -1535,7 +1904,7 @@ export enum AdapterEventType {
   PINNED = 8,
 
   /**
-   * A load failed.
+   * A load failed, or the fetch of a new version did.
    *
    * @generated from enum value: ADAPTER_EVENT_TYPE_FAILED = 9;
    */
@@ -1549,11 +1918,18 @@ export enum AdapterEventType {
   DRAINING = 10,
 
   /**
-   * Gone.
+   * Gone, or never registered because its fetch failed or was cancelled.
    *
    * @generated from enum value: ADAPTER_EVENT_TYPE_DELETED = 11;
    */
   DELETED = 11,
+
+  /**
+   * Its files began to be fetched, for a new adapter or for a new version.
+   *
+   * @generated from enum value: ADAPTER_EVENT_TYPE_FETCHING = 12;
+   */
+  FETCHING = 12,
 }
 
 /**
@@ -1568,18 +1944,30 @@ export const AdapterEventTypeSchema: GenEnum<AdapterEventType> = /*@__PURE__*/
  * An adapter is a name; what it serves is a version: a rising number and the SHA-256 of the files. A
  * request leases one version when it is accepted and ends on it, whatever happens to the name meanwhile.
  *
+ * A call answers with the resulting adapter when all is done, or DEADLINE_EXCEEDED when its own deadline
+ * passes first. What takes time answers at once where `return_immediately` asks for it, and goes on as an
+ * operation that OperationService tells of; Adapter.operation is its id.
+ *
+ * Every change takes an `idempotency_key`: the same request sent again with it within ten minutes gets the
+ * first one's answer, from the same run of the server. `etag` refuses a change of an adapter that somebody
+ * else has changed meanwhile. `validate_only` checks everything and changes nothing.
+ *
  * Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
- * violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED.
+ * violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every RPC may end with
+ * UNAUTHENTICATED, where a token is wanted and the call brings none that is accepted.
  *
  * @generated from service deltaplane.v1.AdapterService
  */
 export const AdapterService: GenService<{
   /**
-   * Checks an adapter's files and makes the adapter known. Nothing is loaded unless asked for.
+   * Fetches an adapter's files where they are remote, checks them and makes the adapter known. Nothing is
+   * loaded unless asked for.
    *
    * Registering the same files under the same name again answers the adapter as it is. Other files under
-   * a name in use are ALREADY_EXISTS: use UpdateAdapter.
-   * Errors: INVALID_ARGUMENT (name, path, or the files cannot be served exactly), ALREADY_EXISTS.
+   * a name in use are ALREADY_EXISTS: use UpdateAdapter. A fetch whose callers have all gone away is
+   * cancelled, unless one of them asked to return immediately.
+   * Errors: INVALID_ARGUMENT (name, source, or the files cannot be served exactly), ALREADY_EXISTS,
+   * CANCELLED (by CancelOperation).
    *
    * @generated from rpc deltaplane.v1.AdapterService.RegisterAdapter
    */
@@ -1599,7 +1987,8 @@ export const AdapterService: GenService<{
     output: typeof AdapterSchema;
   },
   /**
-   * Lists adapters by name. Errors: INVALID_ARGUMENT (filter, page token).
+   * Lists adapters by name, also those that are being fetched or drain. Errors: INVALID_ARGUMENT (filter,
+   * page token).
    *
    * @generated from rpc deltaplane.v1.AdapterService.ListAdapters
    */
@@ -1610,7 +1999,7 @@ export const AdapterService: GenService<{
   },
   /**
    * Changes an adapter: new files make a new version that takes over at once, while streams under way end
-   * on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match).
+   * on the old one. Errors: NOT_FOUND, INVALID_ARGUMENT, ABORTED (etag does not match), CANCELLED.
    *
    * @generated from rpc deltaplane.v1.AdapterService.UpdateAdapter
    */
@@ -1621,8 +2010,10 @@ export const AdapterService: GenService<{
   },
   /**
    * Forgets an adapter. New requests are refused at once; streams under way end on it until the drain
-   * timeout, after which they are aborted. Answers the adapter in state DRAINING, or as it was when it went.
-   * Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force).
+   * timeout, after which they are aborted. Answers the adapter in state DRAINING, with the operation that
+   * ends when it is gone; or waits for that end and answers the adapter as it was when it went.
+   * Errors: NOT_FOUND, ABORTED (etag does not match), FAILED_PRECONDITION (pinned, without force; or still
+   * being fetched: cancel that operation).
    *
    * @generated from rpc deltaplane.v1.AdapterService.DeleteAdapter
    */
@@ -1643,7 +2034,8 @@ export const AdapterService: GenService<{
     output: typeof AdapterSchema;
   },
   /**
-   * Takes an adapter's weights out of a tier. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned or in use).
+   * Takes an adapter's weights out of a tier, now or as soon as nothing uses them there.
+   * Errors: NOT_FOUND, FAILED_PRECONDITION (pinned, or in use).
    *
    * @generated from rpc deltaplane.v1.AdapterService.EvictAdapter
    */
@@ -1653,8 +2045,10 @@ export const AdapterService: GenService<{
     output: typeof AdapterSchema;
   },
   /**
-   * Brings an adapter to a tier and keeps it there. At most all slots but one may be pinned on the device.
-   * Errors: as LoadAdapter.
+   * Brings an adapter to a tier and keeps it there, also over restarts and whichever version becomes
+   * current; or keeps an earlier version there, ready for RollbackAdapter. Each tier has a pin of its own: a
+   * pin on the device says nothing of the copy in host memory. At most all slots but one may be pinned on
+   * the device. Errors: as LoadAdapter, and FAILED_PRECONDITION (too much is pinned), ABORTED (etag).
    *
    * @generated from rpc deltaplane.v1.AdapterService.PinAdapter
    */
@@ -1664,7 +2058,7 @@ export const AdapterService: GenService<{
     output: typeof AdapterSchema;
   },
   /**
-   * Lets a pinned adapter be evicted again. Errors: NOT_FOUND.
+   * Takes pins away: of one tier, or of both. Errors: NOT_FOUND, ABORTED (etag does not match).
    *
    * @generated from rpc deltaplane.v1.AdapterService.UnpinAdapter
    */
@@ -1686,7 +2080,8 @@ export const AdapterService: GenService<{
   },
   /**
    * Receives an adapter's files in chunks and registers it. The first message is the header.
-   * Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, RESOURCE_EXHAUSTED (too large).
+   * Errors: INVALID_ARGUMENT (order, size, digest, files), ALREADY_EXISTS, ABORTED (etag does not match),
+   * RESOURCE_EXHAUSTED (too large).
    *
    * @generated from rpc deltaplane.v1.AdapterService.UploadAdapter
    */
@@ -1717,7 +2112,8 @@ export const AdapterService: GenService<{
   },
   /**
    * Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
-   * RESOURCE_EXHAUSTED and may resume. Errors: OUT_OF_RANGE (the resume token is too old: start afresh).
+   * RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
+   * Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
    *
    * @generated from rpc deltaplane.v1.AdapterService.WatchAdapters
    */

@@ -10,7 +10,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file deltaplane/v1/generation.proto.
  */
 export const file_deltaplane_v1_generation: GenFile = /*@__PURE__*/
-  fileDesc("Ch5kZWx0YXBsYW5lL3YxL2dlbmVyYXRpb24ucHJvdG8SDWRlbHRhcGxhbmUudjEigAQKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB2FkYXB0ZXIYAiABKAkSHAoPYWRhcHRlcl92ZXJzaW9uGAMgASgESAGIAQESMAoIYWRhcHRlcnMYBCADKAsyHi5kZWx0YXBsYW5lLnYxLldlaWdodGVkQWRhcHRlchIOCgR0ZXh0GAUgASgJSAASLAoJdG9rZW5faWRzGAYgASgLMhcuZGVsdGFwbGFuZS52MS5Ub2tlbklkc0gAEi8KCG1lc3NhZ2VzGAcgASgLMhsuZGVsdGFwbGFuZS52MS5DaGF0TWVzc2FnZXNIABIvCghzYW1wbGluZxgIIAEoCzIdLmRlbHRhcGxhbmUudjEuU2FtcGxpbmdQYXJhbXMSKgoEc3RvcBgJIAEoCzIcLmRlbHRhcGxhbmUudjEuU3RvcENvbmRpdGlvbhIsCgZvdXRwdXQYCiABKAsyHC5kZWx0YXBsYW5lLnYxLk91dHB1dE9wdGlvbnMSIwoWdHJ1bmNhdGVfcHJvbXB0X3Rva2VucxgLIAEoDUgCiAEBEhAKCHByaW9yaXR5GAwgASgFEg4KBnRlbmFudBgNIAEoCUIICgZwcm9tcHRCEgoQX2FkYXB0ZXJfdmVyc2lvbkIZChdfdHJ1bmNhdGVfcHJvbXB0X3Rva2VucyJCCg9XZWlnaHRlZEFkYXB0ZXISDwoHYWRhcHRlchgBIAEoCRITCgZ3ZWlnaHQYAiABKAJIAIgBAUIJCgdfd2VpZ2h0IhcKCFRva2VuSWRzEgsKA2lkcxgBIAMoDSJ6CgxDaGF0TWVzc2FnZXMSLAoIbWVzc2FnZXMYASADKAsyGi5kZWx0YXBsYW5lLnYxLkNoYXRNZXNzYWdlEiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgCIAEoCEgAiAEBQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQiLAoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJItwDCg5TYW1wbGluZ1BhcmFtcxIYCgt0ZW1wZXJhdHVyZRgBIAEoAkgAiAEBEhIKBXRvcF9rGAIgASgNSAGIAQESEgoFdG9wX3AYAyABKAJIAogBARISCgVtaW5fcBgEIAEoAkgDiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgFIAEoAkgEiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYBiABKAJIBYgBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgHIAEoAkgGiAEBEkAKCmxvZ2l0X2JpYXMYCCADKAsyLC5kZWx0YXBsYW5lLnYxLlNhbXBsaW5nUGFyYW1zLkxvZ2l0Qmlhc0VudHJ5EhEKBHNlZWQYCSABKARIB4gBARIOCgFuGAogASgNSAiIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUITChFfcHJlc2VuY2VfcGVuYWx0eUIUChJfZnJlcXVlbmN5X3BlbmFsdHlCBwoFX3NlZWRCBAoCX24i2QEKDVN0b3BDb25kaXRpb24SFwoKbWF4X3Rva2VucxgBIAEoDUgAiAEBEhcKCm1pbl90b2tlbnMYAiABKA1IAYgBARIMCgRzdG9wGAMgAygJEhYKDnN0b3BfdG9rZW5faWRzGAQgAygNEhkKDGluY2x1ZGVfc3RvcBgFIAEoCEgCiAEBEhcKCmlnbm9yZV9lb3MYBiABKAhIA4gBAUINCgtfbWF4X3Rva2Vuc0INCgtfbWluX3Rva2Vuc0IPCg1faW5jbHVkZV9zdG9wQg0KC19pZ25vcmVfZW9zIs8BCg1PdXRwdXRPcHRpb25zEhUKCGxvZ3Byb2JzGAEgASgNSACIAQESIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgBiAEBEhwKD3N0cmVhbV9pbnRlcnZhbBgDIAEoDUgCiAEBEhsKDm9taXRfdG9rZW5faWRzGAQgASgISAOIAQFCCwoJX2xvZ3Byb2JzQhYKFF9za2lwX3NwZWNpYWxfdG9rZW5zQhIKEF9zdHJlYW1faW50ZXJ2YWxCEQoPX29taXRfdG9rZW5faWRzItkBChBHZW5lcmF0ZVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSFAoMb3V0cHV0X2luZGV4GAIgASgNEgwKBHRleHQYAyABKAkSEQoJdG9rZW5faWRzGAQgAygNEi4KCGxvZ3Byb2JzGAUgAygLMhwuZGVsdGFwbGFuZS52MS5Ub2tlbkxvZ3Byb2JzEiUKBmZpbmlzaBgGIAEoCzIVLmRlbHRhcGxhbmUudjEuRmluaXNoEiMKBXVzYWdlGAcgASgLMhQuZGVsdGFwbGFuZS52MS5Vc2FnZSJcCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAISKAoDdG9wGAMgAygLMhsuZGVsdGFwbGFuZS52MS5Ub2tlbkxvZ3Byb2IiMQoMVG9rZW5Mb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIiaQoGRmluaXNoEisKBnJlYXNvbhgBIAEoDjIbLmRlbHRhcGxhbmUudjEuRmluaXNoUmVhc29uEg4KBHN0b3AYAiABKAlIABIXCg1zdG9wX3Rva2VuX2lkGAMgASgNSABCCQoHbWF0Y2hlZCL2AQoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAMgASgNEhAKCHF1ZXVlX21zGAQgASgBEhIKCnByZWZpbGxfbXMYBSABKAESEQoJZGVjb2RlX21zGAYgASgBEg8KB2FkYXB0ZXIYByABKAkSFwoPYWRhcHRlcl92ZXJzaW9uGAggASgEEhMKC2FkYXB0ZXJfaGl0GAkgASgIEhcKD2FkYXB0ZXJfbG9hZF9tcxgKIAEoARITCgtwcmVlbXB0aW9ucxgLIAEoDSIiCgxBYm9ydFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIgCg1BYm9ydFJlc3BvbnNlEg8KB2Fib3J0ZWQYASABKAgiEQoPR2V0TW9kZWxSZXF1ZXN0Ip8DCgVNb2RlbBIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRINCgVkdHlwZRgDIAEoCRIOCgZkZXZpY2UYBCABKAkSEgoKdm9jYWJfc2l6ZRgFIAEoDRIVCg1tYXhfbW9kZWxfbGVuGAYgASgNEhMKC2hpZGRlbl9zaXplGAcgASgNEhIKCm51bV9sYXllcnMYCCABKA0SFQoNZW9zX3Rva2VuX2lkcxgJIAMoDRIZChFoYXNfY2hhdF90ZW1wbGF0ZRgKIAEoCBIRCgltYXhfbG9yYXMYCyABKA0SFQoNbWF4X2xvcmFfcmFuaxgMIAEoDRITCgttYXhfb3V0cHV0cxgNIAEoDRIUCgxtYXhfbG9ncHJvYnMYDiABKA0SGAoQbWF4X3N0b3Bfc3RyaW5ncxgPIAEoDRIeChZtYXhfc3RvcF9zdHJpbmdfbGVuZ3RoGBAgASgNEhQKDGt2X3BhZ2Vfc2l6ZRgRIAEoDRIQCghrdl9wYWdlcxgSIAEoDRIWCg5zZXJ2ZXJfdmVyc2lvbhgTIAEoCSKUAQoPVG9rZW5pemVSZXF1ZXN0Eg4KBHRleHQYASABKAlIABIvCghtZXNzYWdlcxgCIAEoCzIbLmRlbHRhcGxhbmUudjEuQ2hhdE1lc3NhZ2VzSAASHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAMgASgISAGIAQFCCAoGcHJvbXB0QhUKE19hZGRfc3BlY2lhbF90b2tlbnMiMwoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCSJgChFEZXRva2VuaXplUmVxdWVzdBIRCgl0b2tlbl9pZHMYASADKA0SIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBQhYKFF9za2lwX3NwZWNpYWxfdG9rZW5zIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJKpMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9BQk9SVEVEEAMSFwoTRklOSVNIX1JFQVNPTl9FUlJPUhAEMogDChFHZW5lcmF0aW9uU2VydmljZRJNCghHZW5lcmF0ZRIeLmRlbHRhcGxhbmUudjEuR2VuZXJhdGVSZXF1ZXN0Gh8uZGVsdGFwbGFuZS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESQgoFQWJvcnQSGy5kZWx0YXBsYW5lLnYxLkFib3J0UmVxdWVzdBocLmRlbHRhcGxhbmUudjEuQWJvcnRSZXNwb25zZRJACghHZXRNb2RlbBIeLmRlbHRhcGxhbmUudjEuR2V0TW9kZWxSZXF1ZXN0GhQuZGVsdGFwbGFuZS52MS5Nb2RlbBJLCghUb2tlbml6ZRIeLmRlbHRhcGxhbmUudjEuVG9rZW5pemVSZXF1ZXN0Gh8uZGVsdGFwbGFuZS52MS5Ub2tlbml6ZVJlc3BvbnNlElEKCkRldG9rZW5pemUSIC5kZWx0YXBsYW5lLnYxLkRldG9rZW5pemVSZXF1ZXN0GiEuZGVsdGFwbGFuZS52MS5EZXRva2VuaXplUmVzcG9uc2VCXAoQaW8uZGVsdGFwbGFuZS52MVABWkZnaXRodWIuY29tL2RlbHRhcGxhbmUvZGVsdGFwbGFuZS9jbGllbnRzL2dvL2RlbHRhcGxhbmUvdjE7ZGVsdGFwbGFuZXYxYgZwcm90bzM");
+  fileDesc("Ch5kZWx0YXBsYW5lL3YxL2dlbmVyYXRpb24ucHJvdG8SDWRlbHRhcGxhbmUudjEigAQKD0dlbmVyYXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB2FkYXB0ZXIYAiABKAkSHAoPYWRhcHRlcl92ZXJzaW9uGAMgASgESAGIAQESMAoIYWRhcHRlcnMYBCADKAsyHi5kZWx0YXBsYW5lLnYxLldlaWdodGVkQWRhcHRlchIOCgR0ZXh0GAUgASgJSAASLAoJdG9rZW5faWRzGAYgASgLMhcuZGVsdGFwbGFuZS52MS5Ub2tlbklkc0gAEi8KCG1lc3NhZ2VzGAcgASgLMhsuZGVsdGFwbGFuZS52MS5DaGF0TWVzc2FnZXNIABIvCghzYW1wbGluZxgIIAEoCzIdLmRlbHRhcGxhbmUudjEuU2FtcGxpbmdQYXJhbXMSKgoEc3RvcBgJIAEoCzIcLmRlbHRhcGxhbmUudjEuU3RvcENvbmRpdGlvbhIsCgZvdXRwdXQYCiABKAsyHC5kZWx0YXBsYW5lLnYxLk91dHB1dE9wdGlvbnMSIwoWdHJ1bmNhdGVfcHJvbXB0X3Rva2VucxgLIAEoDUgCiAEBEhAKCHByaW9yaXR5GAwgASgFEg4KBnRlbmFudBgNIAEoCUIICgZwcm9tcHRCEgoQX2FkYXB0ZXJfdmVyc2lvbkIZChdfdHJ1bmNhdGVfcHJvbXB0X3Rva2VucyJCCg9XZWlnaHRlZEFkYXB0ZXISDwoHYWRhcHRlchgBIAEoCRITCgZ3ZWlnaHQYAiABKAJIAIgBAUIJCgdfd2VpZ2h0IhcKCFRva2VuSWRzEgsKA2lkcxgBIAMoDSJ6CgxDaGF0TWVzc2FnZXMSLAoIbWVzc2FnZXMYASADKAsyGi5kZWx0YXBsYW5lLnYxLkNoYXRNZXNzYWdlEiIKFWFkZF9nZW5lcmF0aW9uX3Byb21wdBgCIAEoCEgAiAEBQhgKFl9hZGRfZ2VuZXJhdGlvbl9wcm9tcHQiLAoLQ2hhdE1lc3NhZ2USDAoEcm9sZRgBIAEoCRIPCgdjb250ZW50GAIgASgJItwDCg5TYW1wbGluZ1BhcmFtcxIYCgt0ZW1wZXJhdHVyZRgBIAEoAkgAiAEBEhIKBXRvcF9rGAIgASgNSAGIAQESEgoFdG9wX3AYAyABKAJIAogBARISCgVtaW5fcBgEIAEoAkgDiAEBEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgFIAEoAkgEiAEBEh0KEHByZXNlbmNlX3BlbmFsdHkYBiABKAJIBYgBARIeChFmcmVxdWVuY3lfcGVuYWx0eRgHIAEoAkgGiAEBEkAKCmxvZ2l0X2JpYXMYCCADKAsyLC5kZWx0YXBsYW5lLnYxLlNhbXBsaW5nUGFyYW1zLkxvZ2l0Qmlhc0VudHJ5EhEKBHNlZWQYCSABKARIB4gBARIOCgFuGAogASgNSAiIAQEaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9rQggKBl90b3BfcEIICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUITChFfcHJlc2VuY2VfcGVuYWx0eUIUChJfZnJlcXVlbmN5X3BlbmFsdHlCBwoFX3NlZWRCBAoCX24i2QEKDVN0b3BDb25kaXRpb24SFwoKbWF4X3Rva2VucxgBIAEoDUgAiAEBEhcKCm1pbl90b2tlbnMYAiABKA1IAYgBARIMCgRzdG9wGAMgAygJEhYKDnN0b3BfdG9rZW5faWRzGAQgAygNEhkKDGluY2x1ZGVfc3RvcBgFIAEoCEgCiAEBEhcKCmlnbm9yZV9lb3MYBiABKAhIA4gBAUINCgtfbWF4X3Rva2Vuc0INCgtfbWluX3Rva2Vuc0IPCg1faW5jbHVkZV9zdG9wQg0KC19pZ25vcmVfZW9zIs8BCg1PdXRwdXRPcHRpb25zEhUKCGxvZ3Byb2JzGAEgASgNSACIAQESIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgBiAEBEhwKD3N0cmVhbV9pbnRlcnZhbBgDIAEoDUgCiAEBEhsKDm9taXRfdG9rZW5faWRzGAQgASgISAOIAQFCCwoJX2xvZ3Byb2JzQhYKFF9za2lwX3NwZWNpYWxfdG9rZW5zQhIKEF9zdHJlYW1faW50ZXJ2YWxCEQoPX29taXRfdG9rZW5faWRzItkBChBHZW5lcmF0ZVJlc3BvbnNlEhIKCnJlcXVlc3RfaWQYASABKAkSFAoMb3V0cHV0X2luZGV4GAIgASgNEgwKBHRleHQYAyABKAkSEQoJdG9rZW5faWRzGAQgAygNEi4KCGxvZ3Byb2JzGAUgAygLMhwuZGVsdGFwbGFuZS52MS5Ub2tlbkxvZ3Byb2JzEiUKBmZpbmlzaBgGIAEoCzIVLmRlbHRhcGxhbmUudjEuRmluaXNoEiMKBXVzYWdlGAcgASgLMhQuZGVsdGFwbGFuZS52MS5Vc2FnZSJcCg1Ub2tlbkxvZ3Byb2JzEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAISKAoDdG9wGAMgAygLMhsuZGVsdGFwbGFuZS52MS5Ub2tlbkxvZ3Byb2IiMQoMVG9rZW5Mb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAIiaQoGRmluaXNoEisKBnJlYXNvbhgBIAEoDjIbLmRlbHRhcGxhbmUudjEuRmluaXNoUmVhc29uEg4KBHN0b3AYAiABKAlIABIXCg1zdG9wX3Rva2VuX2lkGAMgASgNSABCCQoHbWF0Y2hlZCKlAgoFVXNhZ2USFQoNcHJvbXB0X3Rva2VucxgBIAEoDRIZChFjb21wbGV0aW9uX3Rva2VucxgCIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAMgASgNEhAKCHF1ZXVlX21zGAQgASgBEhIKCnByZWZpbGxfbXMYBSABKAESEQoJZGVjb2RlX21zGAYgASgBEg8KB2FkYXB0ZXIYByABKAkSFwoPYWRhcHRlcl92ZXJzaW9uGAggASgEEhMKC2FkYXB0ZXJfaGl0GAkgASgIEhcKD2FkYXB0ZXJfbG9hZF9tcxgKIAEoARITCgtwcmVlbXB0aW9ucxgLIAEoDRItCghhZGFwdGVycxgMIAMoCzIbLmRlbHRhcGxhbmUudjEuQWRhcHRlclVzYWdlIk0KDEFkYXB0ZXJVc2FnZRIPCgdhZGFwdGVyGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSDgoGd2VpZ2h0GAMgASgCEgsKA2hpdBgEIAEoCCIiCgxBYm9ydFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIgCg1BYm9ydFJlc3BvbnNlEg8KB2Fib3J0ZWQYASABKAgiEQoPR2V0TW9kZWxSZXF1ZXN0Ir0DCgVNb2RlbBIMCgRuYW1lGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRINCgVkdHlwZRgDIAEoCRIOCgZkZXZpY2UYBCABKAkSEgoKdm9jYWJfc2l6ZRgFIAEoDRIVCg1tYXhfbW9kZWxfbGVuGAYgASgNEhMKC2hpZGRlbl9zaXplGAcgASgNEhIKCm51bV9sYXllcnMYCCABKA0SFQoNZW9zX3Rva2VuX2lkcxgJIAMoDRIZChFoYXNfY2hhdF90ZW1wbGF0ZRgKIAEoCBIRCgltYXhfbG9yYXMYCyABKA0SFQoNbWF4X2xvcmFfcmFuaxgMIAEoDRITCgttYXhfb3V0cHV0cxgNIAEoDRIUCgxtYXhfbG9ncHJvYnMYDiABKA0SGAoQbWF4X3N0b3Bfc3RyaW5ncxgPIAEoDRIeChZtYXhfc3RvcF9zdHJpbmdfbGVuZ3RoGBAgASgNEhQKDGt2X3BhZ2Vfc2l6ZRgRIAEoDRIQCghrdl9wYWdlcxgSIAEoDRIWCg5zZXJ2ZXJfdmVyc2lvbhgTIAEoCRIcChRtYXhfY29tcG9zaXRpb25fcm93cxgUIAEoDSKUAQoPVG9rZW5pemVSZXF1ZXN0Eg4KBHRleHQYASABKAlIABIvCghtZXNzYWdlcxgCIAEoCzIbLmRlbHRhcGxhbmUudjEuQ2hhdE1lc3NhZ2VzSAASHwoSYWRkX3NwZWNpYWxfdG9rZW5zGAMgASgISAGIAQFCCAoGcHJvbXB0QhUKE19hZGRfc3BlY2lhbF90b2tlbnMiMwoQVG9rZW5pemVSZXNwb25zZRIRCgl0b2tlbl9pZHMYASADKA0SDAoEdGV4dBgCIAEoCSJgChFEZXRva2VuaXplUmVxdWVzdBIRCgl0b2tlbl9pZHMYASADKA0SIAoTc2tpcF9zcGVjaWFsX3Rva2VucxgCIAEoCEgAiAEBQhYKFF9za2lwX3NwZWNpYWxfdG9rZW5zIiIKEkRldG9rZW5pemVSZXNwb25zZRIMCgR0ZXh0GAEgASgJKpMBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISGQoVRklOSVNIX1JFQVNPTl9BQk9SVEVEEAMSFwoTRklOSVNIX1JFQVNPTl9FUlJPUhAEMogDChFHZW5lcmF0aW9uU2VydmljZRJNCghHZW5lcmF0ZRIeLmRlbHRhcGxhbmUudjEuR2VuZXJhdGVSZXF1ZXN0Gh8uZGVsdGFwbGFuZS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESQgoFQWJvcnQSGy5kZWx0YXBsYW5lLnYxLkFib3J0UmVxdWVzdBocLmRlbHRhcGxhbmUudjEuQWJvcnRSZXNwb25zZRJACghHZXRNb2RlbBIeLmRlbHRhcGxhbmUudjEuR2V0TW9kZWxSZXF1ZXN0GhQuZGVsdGFwbGFuZS52MS5Nb2RlbBJLCghUb2tlbml6ZRIeLmRlbHRhcGxhbmUudjEuVG9rZW5pemVSZXF1ZXN0Gh8uZGVsdGFwbGFuZS52MS5Ub2tlbml6ZVJlc3BvbnNlElEKCkRldG9rZW5pemUSIC5kZWx0YXBsYW5lLnYxLkRldG9rZW5pemVSZXF1ZXN0GiEuZGVsdGFwbGFuZS52MS5EZXRva2VuaXplUmVzcG9uc2VCXAoQaW8uZGVsdGFwbGFuZS52MVABWkZnaXRodWIuY29tL2RlbHRhcGxhbmUvZGVsdGFwbGFuZS9jbGllbnRzL2dvL2RlbHRhcGxhbmUvdjE7ZGVsdGFwbGFuZXYxYgZwcm90bzM");
 
 /**
  * A request to generate text. Unset scalars take the defaults that their comments name.
@@ -43,7 +43,13 @@ export type GenerateRequest = Message<"deltaplane.v1.GenerateRequest"> & {
   adapterVersion?: bigint | undefined;
 
   /**
-   * Optional. Several adapters whose weighted deltas add up. Excludes `adapter`.
+   * Optional. Several adapters whose weighted deltas add up: y = W0 x + sum of weight_i B_i A_i x, the scale
+   * of each adapter included. At most Model.max_loras, each named once, in any order, at their current
+   * versions; one adapter of weight 1 is the same as `adapter`. Excludes `adapter` and adapter_version.
+   *
+   * The rank rows of all together, each rank rounded up to a multiple of 8, are at most
+   * Model.max_composition_rows, and none may hold more than LoRA on the layers' linears
+   * (FAILED_PRECONDITION otherwise).
    *
    * @generated from field: repeated deltaplane.v1.WeightedAdapter adapters = 4;
    */
@@ -118,7 +124,7 @@ export type GenerateRequest = Message<"deltaplane.v1.GenerateRequest"> & {
 
   /**
    * Optional. The queue this request is counted in for fair scheduling, of at most 128 characters. Empty
-   * means its adapter's name.
+   * means its adapter's name; of several adapters, their names in order, joined by "+".
    *
    * @generated from field: string tenant = 13;
    */
@@ -146,7 +152,7 @@ export type WeightedAdapter = Message<"deltaplane.v1.WeightedAdapter"> & {
   adapter: string;
 
   /**
-   * Optional. The factor of its delta. Default 1.
+   * Optional. The factor of its delta; in [-16, 16], and not 0. Default 1.
    *
    * @generated from field: optional float weight = 2;
    */
@@ -188,7 +194,7 @@ export const TokenIdsSchema: GenMessage<TokenIds> = /*@__PURE__*/
  */
 export type ChatMessages = Message<"deltaplane.v1.ChatMessages"> & {
   /**
-   * Required. In order of time.
+   * Required. In order of time; at most 1024.
    *
    * @generated from field: repeated deltaplane.v1.ChatMessage messages = 1;
    */
@@ -645,28 +651,29 @@ export type Usage = Message<"deltaplane.v1.Usage"> & {
   decodeMs: number;
 
   /**
-   * The adapter that answered; empty for the base model.
+   * The adapter that answered; empty for the base model. Of several, their names in order, joined by "+".
    *
    * @generated from field: string adapter = 7;
    */
   adapter: string;
 
   /**
-   * Its version.
+   * Its version; 0 for several adapters.
    *
    * @generated from field: uint64 adapter_version = 8;
    */
   adapterVersion: bigint;
 
   /**
-   * Whether the adapter was resident when the request was accepted.
+   * Whether the adapter, or each of several, was resident when the request was accepted.
    *
    * @generated from field: bool adapter_hit = 9;
    */
   adapterHit: boolean;
 
   /**
-   * Milliseconds the request waited for the adapter to become resident; 0 on a hit.
+   * Milliseconds the request waited for the adapter to become resident, or for the last of several; 0 on a
+   * hit.
    *
    * @generated from field: double adapter_load_ms = 10;
    */
@@ -678,6 +685,13 @@ export type Usage = Message<"deltaplane.v1.Usage"> & {
    * @generated from field: uint32 preemptions = 11;
    */
   preemptions: number;
+
+  /**
+   * The adapters that answered, in order of their names; none for the base model.
+   *
+   * @generated from field: repeated deltaplane.v1.AdapterUsage adapters = 12;
+   */
+  adapters: AdapterUsage[];
 };
 
 /**
@@ -686,6 +700,48 @@ export type Usage = Message<"deltaplane.v1.Usage"> & {
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
   messageDesc(file_deltaplane_v1_generation, 12);
+
+/**
+ * An adapter's part in an answer.
+ *
+ * @generated from message deltaplane.v1.AdapterUsage
+ */
+export type AdapterUsage = Message<"deltaplane.v1.AdapterUsage"> & {
+  /**
+   * Its name.
+   *
+   * @generated from field: string adapter = 1;
+   */
+  adapter: string;
+
+  /**
+   * Its version.
+   *
+   * @generated from field: uint64 version = 2;
+   */
+  version: bigint;
+
+  /**
+   * The factor of its delta.
+   *
+   * @generated from field: float weight = 3;
+   */
+  weight: number;
+
+  /**
+   * Whether it was resident when the request was accepted.
+   *
+   * @generated from field: bool hit = 4;
+   */
+  hit: boolean;
+};
+
+/**
+ * Describes the message deltaplane.v1.AdapterUsage.
+ * Use `create(AdapterUsageSchema)` to create a new message.
+ */
+export const AdapterUsageSchema: GenMessage<AdapterUsage> = /*@__PURE__*/
+  messageDesc(file_deltaplane_v1_generation, 13);
 
 /**
  * Names a request to end.
@@ -706,7 +762,7 @@ export type AbortRequest = Message<"deltaplane.v1.AbortRequest"> & {
  * Use `create(AbortRequestSchema)` to create a new message.
  */
 export const AbortRequestSchema: GenMessage<AbortRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 13);
+  messageDesc(file_deltaplane_v1_generation, 14);
 
 /**
  * The answer to Abort.
@@ -727,7 +783,7 @@ export type AbortResponse = Message<"deltaplane.v1.AbortResponse"> & {
  * Use `create(AbortResponseSchema)` to create a new message.
  */
 export const AbortResponseSchema: GenMessage<AbortResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 14);
+  messageDesc(file_deltaplane_v1_generation, 15);
 
 /**
  * Asks for the base model.
@@ -742,7 +798,7 @@ export type GetModelRequest = Message<"deltaplane.v1.GetModelRequest"> & {
  * Use `create(GetModelRequestSchema)` to create a new message.
  */
 export const GetModelRequestSchema: GenMessage<GetModelRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 15);
+  messageDesc(file_deltaplane_v1_generation, 16);
 
 /**
  * The base model as it is served.
@@ -882,6 +938,14 @@ export type Model = Message<"deltaplane.v1.Model"> & {
    * @generated from field: string server_version = 19;
    */
   serverVersion: string;
+
+  /**
+   * The most rank rows of a composition: of all its adapters together, each rank rounded up to a multiple of
+   * 8.
+   *
+   * @generated from field: uint32 max_composition_rows = 20;
+   */
+  maxCompositionRows: number;
 };
 
 /**
@@ -889,7 +953,7 @@ export type Model = Message<"deltaplane.v1.Model"> & {
  * Use `create(ModelSchema)` to create a new message.
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 16);
+  messageDesc(file_deltaplane_v1_generation, 17);
 
 /**
  * Text or chat messages to turn into tokens.
@@ -933,7 +997,7 @@ export type TokenizeRequest = Message<"deltaplane.v1.TokenizeRequest"> & {
  * Use `create(TokenizeRequestSchema)` to create a new message.
  */
 export const TokenizeRequestSchema: GenMessage<TokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 17);
+  messageDesc(file_deltaplane_v1_generation, 18);
 
 /**
  * Token ids of a text.
@@ -961,7 +1025,7 @@ export type TokenizeResponse = Message<"deltaplane.v1.TokenizeResponse"> & {
  * Use `create(TokenizeResponseSchema)` to create a new message.
  */
 export const TokenizeResponseSchema: GenMessage<TokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 18);
+  messageDesc(file_deltaplane_v1_generation, 19);
 
 /**
  * Token ids to turn into text.
@@ -989,7 +1053,7 @@ export type DetokenizeRequest = Message<"deltaplane.v1.DetokenizeRequest"> & {
  * Use `create(DetokenizeRequestSchema)` to create a new message.
  */
 export const DetokenizeRequestSchema: GenMessage<DetokenizeRequest> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 19);
+  messageDesc(file_deltaplane_v1_generation, 20);
 
 /**
  * The text of token ids.
@@ -1010,7 +1074,7 @@ export type DetokenizeResponse = Message<"deltaplane.v1.DetokenizeResponse"> & {
  * Use `create(DetokenizeResponseSchema)` to create a new message.
  */
 export const DetokenizeResponseSchema: GenMessage<DetokenizeResponse> = /*@__PURE__*/
-  messageDesc(file_deltaplane_v1_generation, 20);
+  messageDesc(file_deltaplane_v1_generation, 21);
 
 /**
  * Why an output ended.
@@ -1066,7 +1130,8 @@ export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
  * Errors carry google.rpc.Status details: ErrorInfo (domain "deltaplane") always, BadRequest field
  * violations on INVALID_ARGUMENT, RetryInfo on UNAVAILABLE and RESOURCE_EXHAUSTED. Every error that a
  * request can earn before its first token is answered before the response headers are sent, so that a
- * client may retry it safely.
+ * client may retry it safely. Every RPC answers UNAUTHENTICATED where a token is wanted and the call brings
+ * none that is accepted.
  *
  * @generated from service deltaplane.v1.GenerationService
  */
@@ -1079,8 +1144,8 @@ export const GenerationService: GenService<{
    * deadline, aborts the request and frees what it held within one step.
    *
    * Errors: INVALID_ARGUMENT (a field is out of bounds), NOT_FOUND (no such adapter or version),
-   * ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (the adapter failed to load),
-   * RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
+   * ALREADY_EXISTS (request_id is in flight), FAILED_PRECONDITION (an adapter failed to load, or cannot be
+   * added to others), RESOURCE_EXHAUSTED (the queue is full), UNAVAILABLE (the server is draining).
    *
    * @generated from rpc deltaplane.v1.GenerationService.Generate
    */
