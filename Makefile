@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export SKIP_LANGUAGES
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check stubs bench gpu-test gpu-bench gpu-ready clean
+.PHONY: help install demo test soak check stubs bench gpu-test gpu-bench gpu-ready clean
 .PHONY: check-style check-types check-imports check-protos check-stubs check-typescript check-go
 .PHONY: tools-typescript tools-go examples-typescript examples-go
 
@@ -36,6 +36,7 @@ help:
 	@echo "make install   make $(VENV), with the server, its tests and the demo in it"
 	@echo "make demo      stream from two adapters and their base, side by side"
 	@echo "make test      run all tests"
+	@echo "make soak      run the tests of random changes, random adapters and kill -9 for longer than in make test"
 	@echo "make check     style, types, imports, protos, freshness of the stubs"
 	@echo "make stubs     write the client stubs from the protos"
 	@echo "make bench     measure the server on this machine's CPU"
@@ -55,6 +56,15 @@ demo: install
 
 test: install $(LANGUAGES:%=examples-%)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false python -m pytest $(PYTEST_ARGS)
+
+# Eight threads change the same adapters for half a minute; 200 processes are killed in the middle of a change;
+# 500 batches of random adapters are compared with PEFT.
+soak: export DELTAPLANE_SOAK_SECONDS ?= 30
+soak: export DELTAPLANE_SOAK_KILLS ?= 200
+soak: export DELTAPLANE_FIDELITY_EXAMPLES ?= 500
+soak: install
+	OMP_NUM_THREADS=1 python -m pytest tests/unit/test_manager_soak.py tests/unit/test_manager_kills.py \
+		tests/unit/test_peft_tokens.py $(PYTEST_ARGS)
 
 check: check-style check-types check-imports check-protos check-stubs $(LANGUAGES:%=check-%)
 

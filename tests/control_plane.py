@@ -2,16 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.catalogue import Catalogue
-from deltaplane_controlplane.leases import Lease
+from deltaplane_controlplane.leases import Lease, Slots
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
-from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_controlplane.ports import SourceFetcher
 from deltaplane_controlplane.views import AdapterView
+from fake_fetcher import FakeFetcher
 from fakes import FakeHostAdapter, FakeLoader, FakePool, write_adapter
 
 PATIENCE_S = 30.0
@@ -28,6 +30,7 @@ def eventually(condition: Callable[[], bool], what: str = "the condition") -> No
 class ControlPlane:
     """A manager, its fakes, and a folder for adapters. As a context manager it checks the books at its end.
 
+    fetcher: brings remote adapters, unless it is made with another.
     ready: how often on_ready was called. expelled, gone: uids that on_expel and on_gone were called with.
     """
 
@@ -41,18 +44,23 @@ class ControlPlane:
         max_lora_rank: int = 64,
         loader_threads: int = 2,
         catalogue: str | Path = ":memory:",
-        uploads: UploadFolder | None = None,
+        store: AdapterStore | None = None,
+        fetcher: SourceFetcher | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.root = folder / "adapters"
         self.root.mkdir(exist_ok=True)
         self.loader = FakeLoader()
+        self.fetcher = FakeFetcher(self.root)
         self.pool = FakePool(num_slots, num_pages)
         self.manager = AdapterManager(
             loader=self.loader,
             pool=self.pool,
             config=ManagerConfig(max_lora_rank, host_bytes, (self.root,), loader_threads),
             catalogue=Catalogue(catalogue),
-            uploads=uploads,
+            store=store,
+            fetcher=fetcher or self.fetcher,
+            clock=clock,
         )
         self.ready = 0
         self.expelled: list[int] = []
@@ -62,16 +70,25 @@ class ControlPlane:
         )
         self._woken = threading.Event()
 
-    def folder(self, name: str, *, rank: int = 8, nbytes: int = 100, content: str | None = None) -> str:
+    def folder(
+        self,
+        name: str,
+        *,
+        rank: int = 8,
+        nbytes: int = 100,
+        content: str | None = None,
+        features: Sequence[str] = (),
+    ) -> str:
         """The folder of an adapter; its files differ by name unless `content` says otherwise."""
         content = name if content is None else content
-        return str(write_adapter(self.root / name, rank=rank, nbytes=nbytes, content=content))
+        folder = self.root / name
+        return str(write_adapter(folder, rank=rank, nbytes=nbytes, content=content, features=features))
 
     def add(self, *names: str, rank: int = 8, nbytes: int = 100) -> AdapterView:
         """Registers adapters; answers the last one."""
         return [self.manager.register(n, self.folder(n, rank=rank, nbytes=nbytes)) for n in names][-1]
 
-    def activate(self, lease: Lease) -> int:
+    def activate(self, lease: Lease) -> Slots:
         """Does what an engine does: asks, waits to be woken, asks again."""
         deadline = time.monotonic() + PATIENCE_S
         while (slot := lease.activate()) is None:
@@ -80,18 +97,24 @@ class ControlPlane:
             assert time.monotonic() < deadline, f"{lease.adapter} did not become resident"
         return slot
 
-    def run(self, name: str) -> int:
+    def run(self, name: str) -> Slots:
         """One request from beginning to end; answers the slot it had."""
         lease = self.manager.lease(name)
         slot = self.activate(lease)
         lease.release()
         return slot
 
-    def weights_in(self, slot: int) -> str:
+    def weights_in(self, slot: Slots) -> str:
         """Digest of the files whose weights are in a slot."""
+        assert isinstance(slot, int)
         adapter = self.pool.bound[slot][1]
         assert isinstance(adapter, FakeHostAdapter)
         return adapter.digest
+
+    def weights_of(self, slots: Slots) -> Mapping[str, float]:
+        """Digests of the files whose weights are in slots, and the factors of their deltas."""
+        terms = ((slots, 1.0),) if isinstance(slots, int) else slots
+        return {self.weights_in(slot): weight for slot, weight in terms}
 
     def digest(self, name: str) -> str:
         return self.manager.get(name).manifest.digest
@@ -105,6 +128,7 @@ class ControlPlane:
         eventually(lambda: set(self.pool.bound) == self._bound_slots(), "the clearing of slots")
 
     def close(self) -> None:
+        self.fetcher.gate.set()
         self.loader.gate.set()
         self.pool.gate.set()
         self.manager.close()

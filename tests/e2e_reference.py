@@ -20,7 +20,7 @@ class Continuation:
 
 
 class Reference:
-    """Greedy continuations by the base model (adapter "") or one of its adapters."""
+    """Greedy continuations by the base model (adapter ""), one of its adapters, or several added up."""
 
     def __init__(
         self,
@@ -39,6 +39,17 @@ class Reference:
                 self._model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=name)
         self._model.to(device).eval()
         self._device = device
+
+    def compose(self, weights: Mapping[str, float]) -> str:
+        """Has PEFT concatenate adapters, each times its weight, to a new one, and answers its name.
+
+        PEFT takes the settings of the first, which therefore must be of all layers and without rsLoRA; and
+        whatever one of them adapts in a layer, one must adapt in all layers.
+        """
+        name = f"composition-{len(self._model.peft_config)}"
+        self._model.add_weighted_adapter(list(weights), list(weights.values()), name, combination_type="cat")
+        self._model.to(self._device).eval()
+        return name
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], adapter: str, num_tokens: int) -> Continuation:

@@ -1,7 +1,7 @@
 """Streams collected through the generated stubs, as any client in any language would."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,25 @@ from deltaplane.v1 import generation_pb2, generation_pb2_grpc
 
 @dataclass(frozen=True)
 class Ask:
-    """One greedy request. top: how many of the likeliest tokens to report for each token; or None."""
+    """One greedy request.
+
+    top: how many of the likeliest tokens to report for each token; or None.
+    weights: of several adapters that are added up, in the place of `adapter`.
+    """
 
     adapter: str
     prompt: Sequence[int] | str
     num_tokens: int
     top: int | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def request(self) -> generation_pb2.GenerateRequest:
         request = generation_pb2.GenerateRequest(
             adapter=self.adapter,
+            adapters=[
+                generation_pb2.WeightedAdapter(adapter=name, weight=weight)
+                for name, weight in self.weights.items()
+            ],
             sampling=generation_pb2.SamplingParams(temperature=0),
             stop=generation_pb2.StopCondition(max_tokens=self.num_tokens, ignore_eos=True),
         )

@@ -1,17 +1,19 @@
 """An adapter manager over nothing: slots, loads that take a number of ticks, and the leases on them.
 
 It keeps the rules that the scheduler relies on: who runs is not evicted, who was loaded on request is not
-evicted before a lease that asked has had it, and room goes to whoever asked first.
+evicted before a lease that asked has had it, room goes to whoever asked first, and so does what a composition
+has gathered that asked later.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from deltaplane_controlplane.errors import FailedPreconditionError
+from deltaplane_server.scheduling.lease import AdapterUid, Slots, members
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Version:
     """ticks_left: until the load under way arrives."""
 
@@ -19,8 +21,6 @@ class _Version:
     slot: int | None = None
     ticks_left: int = 0
     running: int = 0
-    asking: int = 0
-    protected: bool = False
     last_use: int = 0
 
     @property
@@ -47,21 +47,21 @@ class FakeAdapters:
         self.num_leases = 0
         self.lock = threading.RLock()
         self._versions: dict[int, _Version] = {}
-        self._wanted: list[_Version] = []
+        self._asks: dict[AdapterUid, set[FakeLease]] = {}
         self._uses = 0
 
-    def lease(self, uid: int) -> "FakeLease":
+    def lease(self, uid: AdapterUid) -> "FakeLease":
         with self.lock:
             self.num_leases += 1
-            return FakeLease(self, self._versions.setdefault(uid, _Version(uid)))
+            return FakeLease(self, uid)
 
     def load(self, uid: int) -> None:
         """Makes a version resident at once, as a pin or an administrator's load does."""
         with self.lock:
-            version = self._versions.setdefault(uid, _Version(uid))
-            self._want(version)
+            version = self.version(uid)
+            if version.slot is None:
+                self._load(version)
             version.ticks_left = 0
-            version.protected = False
             assert version.resident
 
     def unpin(self, uid: int) -> None:
@@ -78,6 +78,9 @@ class FakeAdapters:
                     if version.ticks_left == 0:
                         self._place()
                         self.wake()
+
+    def version(self, uid: int) -> _Version:
+        return self._versions.setdefault(uid, _Version(uid))
 
     def occupant(self, slot: int) -> int:
         """The uid in a slot."""
@@ -100,69 +103,81 @@ class FakeAdapters:
         """Asserts that every lease was released."""
         self.check_integrity()
         assert self.num_leases == 0
-        assert not self._wanted
-        assert not any(v.running or v.asking for v in self._versions.values())
+        assert not self._asks
+        assert not any(version.running for version in self._versions.values())
 
-    def activate(self, version: _Version) -> bool:
-        if version.uid in self.failing:
-            raise FailedPreconditionError(f"adapter {version.uid} cannot be loaded")
-        if version.slot is None:
-            self._want(version)
-        if not version.resident:
+    def activate(self, lease: "FakeLease") -> bool:
+        failing = self.failing.intersection(members(lease.uid))
+        if failing:
+            self.stop_asking(lease)
+            raise FailedPreconditionError(f"adapters {failing} cannot be loaded")
+        if not lease.resident:
+            self._asks.setdefault(lease.uid, set()).add(lease)
+            self._place()
+        if not lease.resident:
             return False
-        self._touch(version)
-        version.running += 1
-        version.protected = False
+        self._asks.pop(lease.uid, None)
+        for version in lease.versions:
+            self._touch(version)
+            version.running += 1
+        self._place()
         return True
 
-    def deactivate(self, version: _Version) -> None:
-        version.running -= 1
-        assert version.running >= 0
+    def deactivate(self, lease: "FakeLease") -> None:
+        for version in lease.versions:
+            version.running -= 1
+            assert version.running >= 0
         self._place()
 
-    def waits_for_room(self, version: _Version) -> bool:
-        return version in self._wanted
+    def waits_for_room(self, lease: "FakeLease") -> bool:
+        return lease.uid in self._asks and any(version.slot is None for version in lease.versions)
 
-    def abandon(self, version: _Version) -> None:
-        """Nobody asks for it any more."""
-        version.protected = False
-        if version in self._wanted:
-            self._wanted.remove(version)
-        self._place()
-
-    def _want(self, version: _Version) -> None:
-        if version.slot is None and version not in self._wanted:
-            self._wanted.append(version)
+    def stop_asking(self, lease: "FakeLease") -> None:
+        asking = self._asks.get(lease.uid, set())
+        if asking == {lease}:
+            del self._asks[lease.uid]
             self._place()
+        else:
+            asking.discard(lease)
 
     def _place(self) -> None:
-        while self._wanted:
-            slot = self._find_room()
-            if slot is None:
-                return
-            version = self._wanted.pop(0)
+        """Begins the loads for which there is room."""
+        for uid in self._asks:
+            for version in map(self.version, members(uid)):
+                if version.slot is None and version.uid not in self.failing:
+                    self._load(version)
+
+    def _load(self, version: _Version) -> None:
+        slot = self._find_room(version)
+        if slot is not None:
             version.slot = slot
             version.ticks_left = self.load_ticks
-            version.protected = True
             self._touch(version)
             self.loads.append(version.uid)
 
-    def _find_room(self) -> int | None:
+    def _find_room(self, version: _Version) -> int | None:
         taken = {v.slot for v in self._versions.values()}
         for slot in range(self.num_slots):
             if slot not in taken:
                 return slot
-        idle = [
-            v
-            for v in self._versions.values()
-            if v.resident and not v.running and not v.protected and v.uid not in self.pinned
-        ]
+        kept = self.pinned.union(self._gathered_before(version), self._asks)
+        idle = [v for v in self._versions.values() if v.resident and not v.running and v.uid not in kept]
         if not idle:
             return None
-        victim = min(idle, key=lambda v: v.last_use)
+        victim = min(idle, key=lambda v: (v.uid in self._gathered(self._asks), v.last_use))
         freed, victim.slot = victim.slot, None
         self.evictions.append(victim.uid)
         return freed
+
+    def _gathered_before(self, version: _Version) -> set[int]:
+        """What compositions keep that asked for this version, or for others before it."""
+        asks = list(self._asks)
+        wanting = [place for place, uid in enumerate(asks) if version.uid in members(uid)]
+        return self._gathered(asks[: wanting[0] + 1] if wanting else asks)
+
+    @staticmethod
+    def _gathered(asks: Iterable[AdapterUid]) -> set[int]:
+        return {member for uid in asks if isinstance(uid, tuple) for member in members(uid)}
 
     def _touch(self, version: _Version) -> None:
         self._uses += 1
@@ -172,36 +187,36 @@ class FakeAdapters:
 class FakeLease:
     """Fits AdapterLease."""
 
-    def __init__(self, adapters: FakeAdapters, version: _Version) -> None:
+    def __init__(self, adapters: FakeAdapters, uid: AdapterUid) -> None:
+        self.uid = uid
+        self.versions = [adapters.version(member) for member in members(uid)]
         self._adapters = adapters
-        self._version = version
-        self._asks = False
         self._is_active = False
         self.is_released = False
 
     @property
-    def uid(self) -> int:
-        return self._version.uid
-
-    @property
-    def slot(self) -> int | None:
-        return self._version.slot if self._is_active else None
+    def slot(self) -> Slots | None:
+        if not self._is_active:
+            return None
+        slots = [version.slot for version in self.versions if version.slot is not None]
+        if isinstance(self.uid, int):
+            return slots[0]
+        return tuple((slot, weight) for slot, (_, weight) in zip(slots, self.uid, strict=True))
 
     @property
     def resident(self) -> bool:
-        return self._version.resident
+        return all(version.resident for version in self.versions)
 
     @property
     def waits_for_room(self) -> bool:
         with self._adapters.lock:
-            return self._adapters.waits_for_room(self._version)
+            return self._adapters.waits_for_room(self)
 
-    def activate(self) -> int | None:
+    def activate(self) -> Slots | None:
         with self._adapters.lock:
             assert not self.is_released, "a released lease is activated"
             if not self._is_active:
-                self._is_active = self._adapters.activate(self._version)
-                self._ask(not self._is_active)
+                self._is_active = self._adapters.activate(self)
             return self.slot
 
     def fork(self) -> "FakeLease":
@@ -210,23 +225,14 @@ class FakeLease:
 
     def deactivate(self) -> None:
         with self._adapters.lock:
+            self._adapters.stop_asking(self)
             if self._is_active:
                 self._is_active = False
-                self._adapters.deactivate(self._version)
+                self._adapters.deactivate(self)
 
     def release(self) -> None:
         with self._adapters.lock:
-            if self.is_released:
-                return
-            self.deactivate()
-            self.is_released = True
-            self._adapters.num_leases -= 1
-            self._ask(False)
-
-    def _ask(self, asks: bool) -> None:
-        if asks == self._asks:
-            return
-        self._asks = asks
-        self._version.asking += 1 if asks else -1
-        if not asks and self._version.asking == 0:
-            self._adapters.abandon(self._version)
+            if not self.is_released:
+                self.deactivate()
+                self.is_released = True
+                self._adapters.num_leases -= 1

@@ -11,9 +11,10 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from deltaplane_server.engine.api import StepHandle
-from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.lease import AdapterLease, AdapterUid, members
 from deltaplane_server.scheduling.plan import NO_SLOT, SampledToken, ScheduledSequence, StepPlan
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
@@ -26,12 +27,13 @@ VOCAB_SIZE = 97
 _LETTERS = {token: chr(ord("a") + token % 26) for token in range(VOCAB_SIZE)}
 
 
-def next_token(uid: int, context: Sequence[int]) -> int:
-    """What the fake model draws for an adapter (0: base) after a context."""
-    return zlib.crc32(array("I", [uid, *context]).tobytes()) % VOCAB_SIZE
+def next_token(uid: AdapterUid, context: Sequence[int]) -> int:
+    """What the fake model draws for an adapter (0: base), or for a composition, after a context."""
+    name = uid if isinstance(uid, int) else zlib.crc32(repr(uid).encode())
+    return zlib.crc32(array("I", [name, *context]).tobytes()) % VOCAB_SIZE
 
 
-def expected_tokens(uid: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def expected_tokens(uid: AdapterUid, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """The output that a sequence must have, whatever happens around it."""
     context = list(prompt)
     for _ in range(max_tokens):
@@ -93,7 +95,7 @@ class FakeRunner:
         self.most_decodes = 0
         self._config = config
         self._adapters = adapters
-        self._store: dict[tuple[int, int], tuple[int, int]] = {}
+        self._store: dict[tuple[int, int], tuple[AdapterUid, int]] = {}
         self._live: dict[int, TokenSequence] = {}
         self._drawn: dict[int, int] = {}
         self._under_way: deque[_Step] = deque()
@@ -148,7 +150,9 @@ class FakeRunner:
         assert [part.samples and part.num_tokens == 1 for part in parts] == [
             index < plan.num_decodes for index in range(len(parts))
         ]
-        assert len({part.slot for part in parts} - {NO_SLOT}) <= self._config.max_loras
+        assert plan.num_adapters <= self._config.max_loras
+        groups = [key for key, _ in groupby(parts[: plan.num_decodes], lambda part: part.slot)]
+        assert len(set(groups)) == len(groups), "rows of an adapter do not stand side by side"
         holders = Counter(page for sequence in self._live.values() for page in sequence.pages)
         for part in parts:
             self._check_part(part, holders)
@@ -177,8 +181,10 @@ class FakeRunner:
             self._check_occupant(part)
 
     def _check_occupant(self, part: ScheduledSequence) -> None:
-        if self._adapters is not None and part.slot != NO_SLOT:
-            assert self._adapters.occupant(part.slot) == part.sequence.adapter_uid
+        if self._adapters is None or part.slot == NO_SLOT:
+            return
+        slots = (part.slot,) if isinstance(part.slot, int) else tuple(slot for slot, _ in part.slot)
+        assert tuple(map(self._adapters.occupant, slots)) == members(part.sequence.adapter_uid)
 
     def _compute_kv(self, step: _Step) -> list[list[int]]:
         """Writes the KV of the step's tokens; returns what each sequence can then read back."""

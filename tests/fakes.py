@@ -13,15 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
-from deltaplane_controlplane.ports import AdapterManifest, HostAdapter
+from deltaplane_controlplane.ports import AdapterManifest, HostAdapter, rank_pages
 
 CONFIG = "adapter_config.json"
 
 
-def write_adapter(folder: Path, *, rank: int = 8, nbytes: int = 100, content: str = "") -> Path:
-    """Makes the folder of an adapter, or changes its files: `content` goes into the digest."""
+def write_adapter(
+    folder: Path, *, rank: int = 8, nbytes: int = 100, content: str = "", features: Sequence[str] = ()
+) -> Path:
+    """Makes the folder of an adapter, or changes its files: `content` goes into the digest.
+
+    features: each takes a page of the device beside those of the rank.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps({"rank": rank, "nbytes": nbytes, "content": content}))
+    config = {"rank": rank, "nbytes": nbytes, "content": content}
+    (folder / CONFIG).write_text(json.dumps(config | {"features": list(features)} if features else config))
     return folder
 
 
@@ -57,6 +63,7 @@ class FakeLoader:
         except OSError as error:
             raise InvalidArgumentError.for_field("source", f"{source} has no {CONFIG}") from error
         config = json.loads(data)
+        features = tuple(config.get("features", ()))
         return AdapterManifest(
             source=str(source),
             digest=hashlib.sha256(data).hexdigest(),
@@ -67,6 +74,8 @@ class FakeLoader:
             num_layers=2,
             source_bytes=len(data),
             host_bytes=config["nbytes"],
+            num_pages=rank_pages(config["rank"]) + len(features),
+            features=features,
         )
 
     def pack(self, manifest: AdapterManifest) -> HostAdapter:
@@ -76,10 +85,14 @@ class FakeLoader:
         try:
             data = (Path(manifest.source) / CONFIG).read_bytes()
         except OSError as error:
-            raise FailedPreconditionError(f"{manifest.source} is gone") from error
+            raise FailedPreconditionError(
+                f"{manifest.source} is gone", reason="ADAPTER_FILES_GONE"
+            ) from error
         digest = hashlib.sha256(data).hexdigest()
         if digest != manifest.digest:
-            raise FailedPreconditionError(f"{manifest.source} has changed since it was registered")
+            raise FailedPreconditionError(
+                f"{manifest.source} has changed since it was registered", reason="ADAPTER_FILES_CHANGED"
+            )
         return FakeHostAdapter(digest, manifest.host_bytes)
 
 

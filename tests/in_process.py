@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.leases import Lease
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
 from deltaplane_server.config import EngineConfig
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, OutputDelta, TokenLogprobs
@@ -20,7 +21,11 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request. top: how many log-probabilities to report; None reports none."""
+    """A request.
+
+    top: how many log-probabilities to report; None reports none.
+    weights: of several adapters that are added up, in the place of `adapter`.
+    """
 
     adapter: str
     prompt: Sequence[int]
@@ -28,6 +33,7 @@ class Ask:
     top: int | None = None
     temperature: float = 0.0
     seed: int | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +65,7 @@ class InProcess:
                     prompt_tokens=ask.prompt,
                     sampling=SamplingParams(temperature=ask.temperature, seed=ask.seed, logprobs=ask.top),
                     stop=StopParams(max_tokens=ask.num_tokens),
-                    lease=self.manager.lease(ask.adapter) if ask.adapter else None,
+                    lease=self._lease(ask),
                 )
             )
         answers = list(self._answers.values())
@@ -68,6 +74,11 @@ class InProcess:
         assert done, "some requests did not end"
         assert [answer.reason for answer in answers] == [FinishReason.LENGTH] * len(asks)
         return answers
+
+    def _lease(self, ask: Ask) -> Lease | None:
+        if ask.weights:
+            return self.manager.compose(ask.weights)
+        return self.manager.lease(ask.adapter) if ask.adapter else None
 
     def deliver(self, deltas: list[OutputDelta]) -> None:
         """On the engine's thread."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.attention import KVLayout, TokenRun
+from deltaplane_kernels.attention import FixedPlan, KVLayout, TokenRun
+from deltaplane_kernels.attention_index import IndexBuffer
 
 PAGE = 16
 
@@ -68,6 +69,29 @@ def make_case(
         runs.append(TokenRun(context, new, table))
         row += new
     return PagedCase(KVLayout(3, num_kv_heads, PAGE, head_dim), runs, kv, packed)
+
+
+def fixed_plan(
+    num_rows: int,
+    max_sequences: int,
+    max_pages: int,
+    layout: KVLayout,
+    window: int | None,
+    device: torch.device,
+    *,
+    decodes_alone: bool = False,
+) -> FixedPlan:
+    """A plan with a buffer of its own."""
+    buffer = IndexBuffer(
+        num_rows,
+        max_sequences,
+        max_pages,
+        decodes_alone=decodes_alone,
+        page_size=layout.page_size,
+        num_kv_heads=layout.num_heads,
+        device=device,
+    )
+    return FixedPlan(num_rows, buffer, layout=layout, windows=[window])
 
 
 def reference(queries: Tensor, kv: Tensor, runs: Sequence[TokenRun], window: int | None) -> Tensor:

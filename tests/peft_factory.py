@@ -1,13 +1,15 @@
 """Makes tiny models and PEFT adapters for tests: real Hugging Face folders with random weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -53,8 +55,26 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"down_proj": 9, "layers.1.self_attn.o_proj": 5},
     },
     "rank-1-one-layer": {"rank": 1, "alpha": 2, "modules": ("k_proj", "up_proj"), "layers_to_transform": [1]},
+    "rank-15-dora": {
+        "rank": 15,
+        "alpha": 10,
+        "use_dora": True,
+        "rank_pattern": {"v_proj": 2},
+        "exclude_modules": ["gate_proj"],
+    },
 }
-"""Adapters that differ in rank, modules, scale and patterns: by name what make_adapter is told of each."""
+"""Adapters that differ in rank, modules, scale, patterns, kind: by name what make_adapter is told of each."""
+
+COMPOSITIONS: tuple[Mapping[str, float], ...] = (
+    {"rank-4-all": 0.7, "rank-16-rslora-qv": 0.3},
+    {"rank-4-all": 1.0, "rank-16-rslora-qv": 1.0},
+    {"rank-4-all": -1.0, "rank-17-patterns": 1.5},
+    {"rank-17-patterns": 0.5, "rank-16-rslora-qv": -2.0},
+    {"rank-4-all": 0.5, "rank-1-one-layer": 2.5},
+    {"rank-4-all": 0.5, "rank-16-rslora-qv": -0.5, "rank-17-patterns": 1.25, "rank-1-one-layer": 3.0},
+)
+"""Sums of some of them that PEFT can make too (see e2e_reference): of matrices that all of them adapt, and of
+such that one alone adapts."""
 
 
 def make_tiny_model(tmp_path: Path, family: str, *, seed: int = 0, **config_overrides: Any) -> Path:
@@ -125,7 +145,7 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **peft_kwargs: Any,
 ) -> Path:
-    """Has PEFT save an adapter with random A and B, strong enough to change greedy output, to `out`.
+    """Has PEFT save an adapter with random weights, strong enough to change greedy output, to `out`.
 
     dtype: of the file. peft_kwargs: further keywords of peft.LoraConfig, such as rank_pattern.
     Answers `out`.
@@ -187,6 +207,36 @@ def _randomize_adapter(model: PeftModel, seed: int, dtype: torch.dtype) -> None:
         b_std = DELTA_STD / (math.sqrt(rank) * linear.scaling["default"])
         a.data = (torch.randn(a.shape, generator=generator) / math.sqrt(in_features)).to(dtype)
         b.data = (torch.randn(b.shape, generator=generator) * b_std).to(dtype)
+        if "default" in linear.lora_magnitude_vector:
+            magnitude = linear.lora_magnitude_vector["default"].weight
+            factor = 0.7 + 0.6 * torch.rand(magnitude.shape, generator=generator)
+            magnitude.data = (magnitude.data * factor).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") and parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator) * DELTA_STD
+            parameter.data = (parameter.data + noise).to(dtype)
+    _randomize_outside(model, generator, dtype)
+
+
+def _randomize_outside(model: PeftModel, generator: torch.Generator, dtype: torch.dtype) -> None:
+    """LoRA on the embedding, and modules that are trained whole: changes by half of what is there."""
+
+    def noise(shape: torch.Size, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    for module in model.modules():
+        if isinstance(module, LoraEmbedding):
+            a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+            std = 0.5 * INITIALIZER_RANGE / (math.sqrt(len(a)) * module.scaling["default"])
+            a.data, b.data = noise(a.shape, 1.0).to(dtype), noise(b.shape, std).to(dtype)
+        if isinstance(module, ModulesToSaveWrapper):
+            weight = module.modules_to_save["default"].get_parameter("weight")
+            std = 0.5 * INITIALIZER_RANGE if weight.dim() == 2 else 0.5
+            weight.data = (weight.data + noise(weight.shape, std)).to(dtype)
+    if getattr(model.peft_config["default"], "target_modules_to_tie", None):
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        head.lora_A["default"].weight.data = table.lora_embedding_B["default"].data.T
+        head.lora_B["default"].weight.data = table.lora_embedding_A["default"].data.T
 
 
 def _randomize_vectors(model: PreTrainedModel) -> None:

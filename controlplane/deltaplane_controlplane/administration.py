@@ -1,37 +1,33 @@
-"""Changes that administrators make to adapters."""
+"""Which adapters and versions there are, as administrators change it."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-
-import structlog
+from functools import partial
 
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.drains import Drains
 from deltaplane_controlplane.errors import (
-    AbortedError,
     AlreadyExistsError,
+    DeltaplaneError,
     FailedPreconditionError,
-    UnavailableError,
 )
 from deltaplane_controlplane.events import EventType
+from deltaplane_controlplane.futures import done
 from deltaplane_controlplane.journal import Journal
 from deltaplane_controlplane.monitor import Monitor
-from deltaplane_controlplane.pins import check_pin
+from deltaplane_controlplane.pinning import Pinning
 from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_controlplane.registry import Registry, no_version, not_found
+from deltaplane_controlplane.registry import Registry, is_fetching, match_etag, no_version, not_found
 from deltaplane_controlplane.reports import Reports
 from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.versions import NO_LABELS, Adapter, Tier, Version
+from deltaplane_controlplane.turn import Turn, nothing
+from deltaplane_controlplane.versions import NO_LABELS, Adapter, Version, highest
 from deltaplane_controlplane.views import AdapterView
-
-_log = structlog.get_logger(__name__)
 
 
 class Administration:
-    """Changes of the registry, one at a time. Each is one transaction of the catalogue, which is on disk
-    before the change shows; the monitor is not held meanwhile.
+    """Changes of which adapters and versions there are, one at a time. Each is one transaction of the
+    catalogue, which is on disk before the change shows; the monitor is not held meanwhile.
 
     Nothing here reads an adapter's files: manifests come checked.
 
@@ -47,6 +43,8 @@ class Administration:
         catalogue: Catalogue,
         journal: Journal,
         reports: Reports,
+        turn: Turn,
+        pinning: Pinning,
         release: Callable[[str], object],
         clock: Callable[[], float],
     ) -> None:
@@ -59,8 +57,8 @@ class Administration:
         self._release = release
         self._clock = clock
         self._drains = Drains(monitor, residency)
-        self._turn = threading.Lock()
-        self._closed = False
+        self._turn = turn
+        self._pinning = pinning
 
     def admit(
         self,
@@ -70,13 +68,16 @@ class Administration:
         *,
         replace: bool = False,
         validate_only: bool = False,
+        check: Callable[[], None] = nothing,
     ) -> AdapterView:
         """Makes checked files known: as a new adapter, as the one that is there, or as what heals it.
 
         replace: other files take over instead of being refused.
-        Errors: AlreadyExistsError.
+        check: raises CancelledError when nobody wants it any more; called last before the change.
+        Errors: AlreadyExistsError, CancelledError.
         """
-        with self._changing():
+        with self._turn:
+            check()
             with self._monitor:
                 adapter = self._registry.find_registered(name)
                 failed = adapter is not None and adapter.current.failure is not None
@@ -102,13 +103,15 @@ class Administration:
         etag: str,
         keep: bool,
         validate_only: bool,
+        check: Callable[[], None] = nothing,
     ) -> AdapterView:
         """Changes an adapter to checked files and to labels; None leaves them as they are.
 
-        keep: whether the files that were current may be rolled back to.
-        Errors: NotFoundError, AbortedError.
+        keep: whether the files that were current may be rolled back to. check: as in `admit`.
+        Errors: NotFoundError, AbortedError, CancelledError.
         """
-        with self._changing():
+        with self._turn:
+            check()
             adapter = self.find(name, etag)
             manifest = manifest or adapter.current.manifest
             labels = adapter.labels if labels is None else labels
@@ -118,37 +121,51 @@ class Administration:
                 return self._amend(adapter, manifest, labels)
             return self._replace(adapter, manifest, labels, keep=keep)
 
-    def delete(self, name: str, *, etag: str, drain_timeout_s: float, force: bool) -> AdapterView:
-        """Lets an adapter drain, or sets a new timeout where it drains already.
+    def delete(
+        self, name: str, *, etag: str, drain_timeout_s: float, force: bool, validate_only: bool
+    ) -> tuple[AdapterView, Future[AdapterView]]:
+        """Lets an adapter drain, or sets a new timeout where it drains already. Answers the adapter, and in
+        the end how it was when its last version went.
 
         Errors: NotFoundError, AbortedError, FailedPreconditionError.
         """
-        with self._changing():
+        with self._turn:
             with self._monitor:
                 adapter = self._registry.find(name)
                 if adapter is None:
                     raise not_found(name)
-                _match_etag(adapter, etag)
-                if adapter.pinned_tier is not None and not force:
+                if adapter.fetching:
+                    raise is_fetching(name)
+                match_etag(adapter, etag)
+                if adapter in self._registry.with_pins and not force:
                     raise _pinned(adapter)
+                if validate_only:
+                    view = self._reports.view(adapter)
+                    return view, done(view)
             again = adapter.deleted
             revision = adapter.revision if again else self._catalogue.delete(name)
             with self._monitor:
                 adapter.mark_deleted(revision, self._clock())
+                self._registry.note_pins(adapter)
                 self._journal.record(EventType.DRAINING, adapter.current, "deleted")
                 view = self._reports.view(adapter)
-                self._drains.begin(adapter, drain_timeout_s, again=again)
-                return view
+                return view, self._drains.begin(adapter, view, drain_timeout_s, again=again)
 
-    def rollback(self, name: str, *, number: int | None, etag: str) -> AdapterView:
+    def note_gone(self, version: Version) -> None:
+        """A version is gone, and out of the registry. The monitor is held."""
+        self._drains.note_gone(version, self._reports.view(version.adapter))
+
+    def rollback(self, name: str, *, number: int | None, etag: str, validate_only: bool) -> AdapterView:
         """Makes a kept version current: of this number, or the highest below the current one.
 
         Errors: NotFoundError, AbortedError.
         """
-        with self._changing():
+        with self._turn:
             adapter = self.find(name, etag)
             target = _rollback_target(adapter, number)
             former = adapter.current
+            if validate_only:
+                return self._reports.preview(name, target.manifest, adapter.labels)
             if target is former:
                 return self._reports.get(name)
             now = self._clock()
@@ -157,80 +174,42 @@ class Administration:
                 target.failure = None
                 adapter.replace_current(target)
                 adapter.mark_changed(revision, now)
+                self._registry.note_pins(adapter)
                 self._journal.record(EventType.UPDATED, target, f"rolled back from version {former.number}")
-                self._residency.stop_keeping(former)
-                self._follow_pin(adapter)
+                self._pinning.settle(adapter, former, target)
                 return self._reports.view(adapter)
 
-    def hold_for_pin(self, name: str, tier: Tier) -> tuple[Version, Future[None]]:
-        """Begins to bring the current version to a tier, and keeps it there until `end_hold`.
-
-        Errors: NotFoundError, FailedPreconditionError; the answer's: as Residency.start_load.
-        """
+    def begin_fetch(self, name: str, source: str) -> Callable[[DeltaplaneError | None], None]:
+        """Shows that an adapter's files are on their way. The answer is to be called at the end, with the
+        error if there was one."""
         with self._monitor:
-            adapter = self._registry.get(name)
-            self._check_pin(adapter, tier)
-            arrival = self._residency.start_load(adapter.current, tier)
-            adapter.current.holds += 1
-            return adapter.current, arrival
-
-    def end_hold(self, version: Version) -> None:
-        with self._monitor:
-            self._residency.end_hold(version)
-
-    def set_pin(self, name: str, tier: Tier | None) -> AdapterView:
-        """Pins an adapter, or unpins it. Errors: NotFoundError, FailedPreconditionError."""
-        with self._changing():
-            with self._monitor:
-                adapter = self._registry.get(name)
-                if adapter.pinned_tier is tier:
-                    return self._reports.view(adapter)
-                if tier is not None:
-                    self._check_pin(adapter, tier)
-            now = self._clock()
-            revision = self._catalogue.set_pin(name, tier, now)
-            with self._monitor:
-                adapter.pinned_tier = tier
-                adapter.mark_changed(revision, now)
-                self._journal.record(EventType.PINNED, adapter.current, "" if tier else "unpinned", tier=tier)
-                self._residency.stop_keeping(adapter.current)
-                self._follow_pin(adapter)
-                return self._reports.view(adapter)
+            fetched = self._registry.begin_fetch(name, source, self._clock())
+            adapter = fetched or self._registry.find(name)
+            if adapter is not None:
+                self._journal.record(EventType.FETCHING, adapter.current, source)
+        return partial(self._end_fetch, name, fetched)
 
     def find(self, name: str, etag: str = "") -> Adapter:
         """A registered adapter. Errors: NotFoundError, AbortedError (the etag, if there is one)."""
         with self._monitor:
             adapter = self._registry.get(name)
-            _match_etag(adapter, etag)
+            match_etag(adapter, etag)
             return adapter
-
-    def restore_pins(self) -> None:
-        """Begins to bring all pinned adapters to where they are pinned; drops pins that are too many now."""
-        with self._monitor:
-            pinned = [adapter for adapter in self._registry if adapter.pinned_tier is not None]
-        for adapter in pinned:
-            try:
-                with self._monitor:
-                    if adapter.pinned_tier is not None:
-                        self._check_pin(adapter, adapter.pinned_tier)
-                        self._follow_pin(adapter)
-            except FailedPreconditionError as error:
-                _log.warning("adapter.pin_dropped", adapter=adapter.name, reason=error.message)
-                self.set_pin(adapter.name, None)
 
     def close(self) -> None:
         """Refuses further changes. Idempotent."""
-        with self._turn:
-            self._closed = True
+        with self._turn.last():
             self._drains.close()
             self._catalogue.close()
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        with self._turn:
-            if self._closed:
-                raise UnavailableError("the server is shutting down")
-            yield
+    def _end_fetch(self, name: str, fetched: Adapter | None, error: DeltaplaneError | None) -> None:
+        """fetched: what was shown, unless the name was taken."""
+        reason = "" if error is None else f"not fetched: {error.message}"
+        with self._monitor:
+            if fetched is not None and self._registry.end_fetch(fetched):
+                self._journal.record(EventType.DELETED, fetched.current, reason)
+            elif error is not None and (adapter := self._registry.find_registered(name)) is not None:
+                self._journal.record(EventType.FAILED, adapter.current, reason)
 
     def _add(self, name: str, manifest: AdapterManifest, labels: Mapping[str, str]) -> AdapterView:
         now = self._clock()
@@ -247,14 +226,14 @@ class Administration:
         revision = self._catalogue.change(adapter.name, version.number, manifest, labels, now)
         with self._monitor:
             reason = "" if version.failure is None else "healed"
-            if version.manifest.source != manifest.source and version.load is None:
-                self._monitor.after(self._release, version.manifest.source)
+            if version.manifest.path != manifest.path and version.load is None:
+                self._monitor.after(self._release, version.manifest.path)
             version.manifest = manifest
             version.failure = None
             adapter.labels = _own(labels)
             adapter.mark_changed(revision, now)
             self._journal.record(EventType.UPDATED, version, reason)
-            self._follow_pin(adapter)
+            self._pinning.settle(adapter, version)
             return self._reports.view(adapter)
 
     def _replace(
@@ -270,31 +249,14 @@ class Administration:
             adapter.labels = _own(labels)
             adapter.mark_changed(revision, now)
             self._journal.record(EventType.UPDATED, version, f"takes over from version {former.number}")
-            self._residency.stop_keeping(former)
             if not keep:
                 self._residency.retire(former, f"version {number} takes over")
-            self._follow_pin(adapter)
+            self._pinning.settle(adapter, former)
             return self._reports.view(adapter)
-
-    def _check_pin(self, adapter: Adapter, tier: Tier) -> None:
-        check_pin(adapter, tier, self._registry, self._residency.host, self._residency.device)
-
-    def _follow_pin(self, adapter: Adapter) -> None:
-        """Has the current version of a pinned adapter brought to its tier."""
-        if adapter.pinned_tier is not None:
-            self._residency.keep_in(adapter.current, adapter.pinned_tier)
 
 
 def _own(labels: Mapping[str, str]) -> Mapping[str, str]:
     return dict(labels) if labels else NO_LABELS
-
-
-def _match_etag(adapter: Adapter, etag: str) -> None:
-    if etag and etag != adapter.etag:
-        raise AbortedError(
-            f"etag: adapter {adapter.name!r} has {adapter.etag!r}, not {etag!r}: it was changed meanwhile; "
-            "get it again and decide anew"
-        )
 
 
 def _rollback_target(adapter: Adapter, number: int | None) -> Version:
@@ -319,9 +281,12 @@ def _taken(adapter: Adapter) -> AlreadyExistsError:
 
 
 def _pinned(adapter: Adapter) -> FailedPreconditionError:
-    tier = adapter.pinned_tier.name if adapter.pinned_tier else ""
+    version = next(version for version in reversed(list(adapter.versions)) if version.pins)
+    tier = highest(version.pins)
+    where = tier.name if tier is not None else ""
+    which = "" if version is adapter.current else f"version {version.number} of "
     return FailedPreconditionError(
-        f"adapter {adapter.name!r} is pinned in tier {tier}: unpin it first, or force",
+        f"{which}adapter {adapter.name!r} is pinned in tier {where}: unpin it first, or force",
         reason="ADAPTER_PINNED",
         metadata={"adapter": adapter.name},
     )

@@ -1,18 +1,22 @@
 """How much fits: the arithmetic of GetCapacity."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_controlplane.pins import max_pinned_slots
 from deltaplane_controlplane.ports import rank_pages
 from deltaplane_controlplane.tiers import DeviceTier, HostTier
+from deltaplane_controlplane.versions import Version
 from deltaplane_controlplane.views import CapacityView, RankCapacity, TierCapacity
 
+MAX_RANKS = 256
 _USUAL_RANKS = (8, 16, 32, 64)
 
 
 def capacity_view(
     host: HostTier,
     device: DeviceTier,
+    pinned: Collection[Version],
     *,
     page_bytes: int,
     max_lora_rank: int,
@@ -21,6 +25,7 @@ def capacity_view(
 ) -> CapacityView:
     """What the tiers hold, and how many more adapters of each rank fit.
 
+    pinned: what is pinned on the device, there or on its way.
     ranks: empty means the usual ones as far as they are allowed, and the highest.
     In host memory an adapter is taken to need what it takes on the device.
     Errors: InvalidArgumentError (field "ranks").
@@ -30,6 +35,9 @@ def capacity_view(
     available_slots = free_slots + len(evictable)
     available_pages = free_pages + sum(len(placement.pages) for placement in evictable)
     free_host_bytes = host.max_bytes - host.used_bytes
+    pinned_pages = sum(version.num_pages for version in pinned)
+    unpinned_pages = max(device.pages.num_pages - pinned_pages, 0)
+    free_pins = max(max_pinned_slots(device) - len(pinned), 0)
 
     def by_rank(rank: int) -> RankCapacity:
         pages = rank_pages(rank)
@@ -39,6 +47,7 @@ def capacity_view(
             fit_free=min(free_slots, free_pages // pages),
             fit_available=min(available_slots, available_pages // pages),
             fit_host=free_host_bytes // max(pages * page_bytes, 1),
+            fit_pinned=min(free_pins, unpinned_pages // pages),
         )
 
     return CapacityView(
@@ -56,10 +65,17 @@ def capacity_view(
         max_lora_rank=max_lora_rank,
         by_rank=tuple(by_rank(rank) for rank in _checked(ranks, max_lora_rank)),
         registered_adapters=registered,
+        pinned_slots=len(pinned),
+        max_pinned_slots=max_pinned_slots(device),
+        pinned_rank_pages=pinned_pages,
     )
 
 
 def _checked(ranks: Sequence[int], highest: int) -> Sequence[int]:
+    if len(ranks) > MAX_RANKS:
+        raise InvalidArgumentError.for_field(
+            "ranks", f"{len(ranks)} are asked for, at most {MAX_RANKS} at once"
+        )
     for index, rank in enumerate(ranks):
         if not 1 <= rank <= highest:
             raise InvalidArgumentError.for_field(

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from deltaplane_controlplane.errors import FailedPreconditionError, InternalError
-from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_controlplane.versions import NO_LABELS, Tier
+from deltaplane_controlplane.ports import RANK_PAGE_ROWS, AdapterManifest
+from deltaplane_controlplane.versions import NO_LABELS, NO_PINS, Tier
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 
 _SCHEMA = """
 CREATE TABLE revision (
@@ -35,35 +35,56 @@ CREATE TABLE adapters (
     name         TEXT PRIMARY KEY REFERENCES names (name),
     current      INTEGER NOT NULL,
     labels       TEXT NOT NULL,
-    pinned_tier  TEXT CHECK (pinned_tier IN ('host', 'device')),
     create_time  REAL NOT NULL,
     update_time  REAL NOT NULL,
     revision     INTEGER NOT NULL,
+    pins         TEXT NOT NULL DEFAULT '',
     FOREIGN KEY (name, current) REFERENCES versions (name, number) DEFERRABLE INITIALLY DEFERRED
 ) WITHOUT ROWID;
 
--- The current version of each adapter and those kept for a rollback.
+-- The current version of each adapter and those kept for a rollback, which may have pins of their own.
 CREATE TABLE versions (
     name      TEXT NOT NULL REFERENCES adapters (name) ON DELETE CASCADE DEFERRABLE INITIALLY DEFERRED,
     number    INTEGER NOT NULL,
     manifest  TEXT NOT NULL,
+    pins      TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (name, number)
 ) WITHOUT ROWID;
+"""
+
+_FROM_VERSION_1 = f"""
+-- Adapters were of LoRA in the layers alone, so that their ranks said which pages they take.
+UPDATE versions SET manifest = json_set(
+    manifest,
+    '$.num_pages', (json_extract(manifest, '$.rank') + {RANK_PAGE_ROWS - 1}) / {RANK_PAGE_ROWS},
+    '$.features', json('[]')
+);
+
+-- An adapter had one pin, and an earlier version none.
+ALTER TABLE versions ADD COLUMN pins TEXT NOT NULL DEFAULT '';
+ALTER TABLE adapters ADD COLUMN pins TEXT NOT NULL DEFAULT '';
+UPDATE adapters SET pins = COALESCE(pinned_tier, '');
+ALTER TABLE adapters DROP COLUMN pinned_tier;
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter as the catalogue has it. versions: number to manifest; the current one is among them."""
+    """An adapter as the catalogue has it.
+
+    versions: number to manifest; the current one is among them. version_pins: number to pins, of those that
+    have pins of their own.
+    """
 
     name: str
     current: int
     labels: Mapping[str, str]
-    pinned_tier: Tier | None
+    pins: frozenset[Tier]
     create_time: float
     update_time: float
     revision: int
     versions: Mapping[int, AdapterManifest]
+    version_pins: Mapping[int, frozenset[Tier]]
 
 
 class Catalogue:
@@ -83,19 +104,22 @@ class Catalogue:
         """All adapters, in order of name."""
         shared = _Interner()
         rows = self._db.execute(
-            "SELECT name, current, labels, pinned_tier, create_time, update_time, revision, number, manifest"
-            " FROM adapters JOIN versions USING (name) ORDER BY name, number"
+            "SELECT name, current, labels, adapters.pins, create_time, update_time, revision,"
+            " number, manifest, versions.pins FROM adapters JOIN versions USING (name) ORDER BY name, number"
         )
-        for (name, current, labels, pin, created, updated, revision), group in groupby(rows, lambda r: r[:7]):
+        for adapter, group in groupby(rows, lambda row: row[:7]):
+            name, current, labels, pins, created, updated, revision = adapter
+            versions = [row[7:] for row in group]
             yield StoredAdapter(
                 name=name,
                 current=current,
                 labels=json.loads(labels) if labels != "{}" else NO_LABELS,
-                pinned_tier=Tier(pin) if pin else None,
+                pins=_pins(pins),
                 create_time=created,
                 update_time=updated,
                 revision=revision,
-                versions={row[7]: shared.manifest(row[8]) for row in group},
+                versions={number: shared.manifest(manifest) for number, manifest, _ in versions},
+                version_pins={number: _pins(own) for number, _, own in versions if own} or _NO_PINS,
             )
 
     def register(
@@ -105,10 +129,11 @@ class Catalogue:
         with self._transaction() as db:
             number, revision = self._next_version(name), self._next_revision()
             db.execute(
-                "INSERT INTO adapters VALUES (?, ?, ?, NULL, ?, ?, ?)",
+                "INSERT INTO adapters (name, current, labels, create_time, update_time, revision)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
                 (name, number, _labels_json(labels), now, now, revision),
             )
-            db.execute("INSERT INTO versions VALUES (?, ?, ?)", (name, number, _manifest_json(manifest)))
+            self._add_version(name, number, manifest)
         return number, revision
 
     def add_version(
@@ -123,7 +148,7 @@ class Catalogue:
                     " AND number = (SELECT current FROM adapters WHERE name = :name)",
                     {"name": name},
                 )
-            db.execute("INSERT INTO versions VALUES (?, ?, ?)", (name, number, _manifest_json(manifest)))
+            self._add_version(name, number, manifest)
             db.execute(
                 "UPDATE adapters SET current = ?, labels = ?, update_time = ?, revision = ? WHERE name = ?",
                 (number, _labels_json(labels), now, revision, name),
@@ -147,22 +172,27 @@ class Catalogue:
         return revision
 
     def set_current(self, name: str, number: int, now: float) -> int:
-        """Makes a kept version current. Answers the revision."""
+        """Makes a kept version current, which ends the pins of its own. Answers the revision."""
         with self._transaction() as db:
             revision = self._next_revision()
+            db.execute("UPDATE versions SET pins = '' WHERE name = ? AND number = ?", (name, number))
             db.execute(
                 "UPDATE adapters SET current = ?, update_time = ?, revision = ? WHERE name = ?",
                 (number, now, revision, name),
             )
         return revision
 
-    def set_pin(self, name: str, tier: Tier | None, now: float) -> int:
-        """Pins or unpins an adapter. Answers the revision."""
+    def set_pins(self, name: str, number: int | None, pins: frozenset[Tier], now: float) -> int:
+        """Writes all pins of an adapter or, with a number, of a kept version. Answers the revision."""
+        text = ",".join(sorted(tier.value for tier in pins))
         with self._transaction() as db:
             revision = self._next_revision()
+            if number is None:
+                db.execute("UPDATE adapters SET pins = ? WHERE name = ?", (text, name))
+            else:
+                db.execute("UPDATE versions SET pins = ? WHERE name = ? AND number = ?", (text, name, number))
             db.execute(
-                "UPDATE adapters SET pinned_tier = ?, update_time = ?, revision = ? WHERE name = ?",
-                (tier.value if tier else None, now, revision, name),
+                "UPDATE adapters SET update_time = ?, revision = ? WHERE name = ?", (now, revision, name)
             )
         return revision
 
@@ -208,9 +238,10 @@ class Catalogue:
                 "start a newer one, or give it another file"
             )
         if version == 0:
-            for statement in _SCHEMA.split(";\n"):
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            _execute(db, _SCHEMA)
+        elif version == 1:
+            _execute(db, _FROM_VERSION_1)
+        db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         db.execute("COMMIT")
 
     @contextmanager
@@ -229,6 +260,12 @@ class Catalogue:
                     f"the catalogue {self._path} cannot be written, nothing was changed: {error}",
                     reason="CATALOGUE_WRITE_FAILED",
                 ) from error
+
+    def _add_version(self, name: str, number: int, manifest: AdapterManifest) -> None:
+        self._db.execute(
+            "INSERT INTO versions (name, number, manifest) VALUES (?, ?, ?)",
+            (name, number, _manifest_json(manifest)),
+        )
 
     def _next_version(self, name: str) -> int:
         (number,) = self._db.execute(
@@ -254,18 +291,33 @@ class _Interner:
     """Makes manifests that share what is equal in them: ten thousand adapters often differ in little."""
 
     def __init__(self) -> None:
-        self._modules: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._tuples: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def manifest(self, text: str) -> AdapterManifest:
         values: dict[str, Any] = json.loads(text)
-        modules = tuple(values["target_modules"])
-        values["target_modules"] = self._modules.setdefault(modules, modules)
+        values["target_modules"] = self._tuple(values["target_modules"])
         values["base_model"] = sys.intern(values["base_model"])
         values["rank_pattern"] = values["rank_pattern"] or _NO_PATTERN
+        values["features"] = self._tuple(values["features"])
         return AdapterManifest(**values)
+
+    def _tuple(self, items: list[str]) -> tuple[str, ...]:
+        key = tuple(items)
+        return self._tuples.setdefault(key, key)
 
 
 _NO_PATTERN: Mapping[str, int] = MappingProxyType({})
+_NO_PINS: Mapping[int, frozenset[Tier]] = MappingProxyType({})
+
+
+def _execute(db: sqlite3.Connection, script: str) -> None:
+    """Runs the statements of a script within the transaction under way."""
+    for statement in script.split(";\n"):
+        db.execute(statement)
+
+
+def _pins(text: str) -> frozenset[Tier]:
+    return frozenset(Tier(value) for value in text.split(",")) if text else NO_PINS
 
 
 def _manifest_json(manifest: AdapterManifest) -> str:

@@ -1,14 +1,13 @@
 """Pictures of adapters to messages, and fields of requests to arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from deltaplane.v1 import adapters_pb2 as pb
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_controlplane.events import AdapterEvent
 from deltaplane_controlplane.ports import RANK_PAGE_ROWS, ServerFigures
-from deltaplane_controlplane.versions import AdapterState, LoadTimings, Tier
+from deltaplane_controlplane.versions import AdapterState, Eviction, LoadTimings, Tier
 from deltaplane_controlplane.views import (
     AdapterPage,
     AdapterView,
@@ -17,7 +16,7 @@ from deltaplane_controlplane.views import (
     TierCapacity,
     VersionView,
 )
-from deltaplane_controlplane.watch import SnapshotEnd, SnapshotItem
+from deltaplane_controlplane.watch import Change, SnapshotEnd, SnapshotItem
 
 
 def tier_argument(tier: int, field: str = "tier") -> Tier | None:
@@ -60,6 +59,8 @@ def to_adapter(view: AdapterView) -> pb.Adapter:
         base_model=manifest.base_model,
         state=_state(view.state),
         state_reason=view.state_reason,
+        operation=view.operation,
+        pinned_tiers=_tiers(view.pins),
         pinned_tier=_tier(view.pinned_tier),
         leases=view.leases,
         running=view.running,
@@ -67,23 +68,26 @@ def to_adapter(view: AdapterView) -> pb.Adapter:
         pages=view.pages,
         lru_position=view.lru_position,
         other_versions=[_version(version) for version in view.other_versions],
+        tiers=_tiers(view.tiers),
         rank=manifest.rank,
         rank_pattern=manifest.rank_pattern,
         alpha=manifest.alpha,
         rslora=manifest.rslora,
         target_modules=manifest.target_modules,
         num_layers=manifest.num_layers,
+        features=manifest.features,
         source_bytes=manifest.source_bytes,
         host_bytes=view.host_bytes,
         device_bytes=view.device_bytes,
-        create_time=_time(view.create_time),
-        update_time=_time(view.update_time),
-        last_use_time=_time(view.last_use_time),
+        create_time=to_time(view.create_time),
+        update_time=to_time(view.update_time),
+        last_use_time=to_time(view.last_use_time),
         loads=view.loads,
         hits=view.hits,
         misses=view.misses,
         evictions=view.evictions,
-        last_load=_timings(view.last_load),
+        last_load=_timings(view.last_load, manifest.fetch_ms),
+        last_eviction=_eviction(view.last_eviction),
     )
 
 
@@ -107,7 +111,7 @@ def to_slot(view: SlotView) -> pb.Slot:
         leases=view.leases,
         running=view.running,
         lru_position=view.lru_position,
-        last_use_time=_time(view.last_use_time),
+        last_use_time=to_time(view.last_use_time),
         hits=view.hits,
         state=_state(view.state),
     )
@@ -131,6 +135,7 @@ def to_capacity(view: CapacityView, figures: ServerFigures) -> pb.Capacity:
                 fit_free=r.fit_free,
                 fit_available=r.fit_available,
                 fit_host=r.fit_host,
+                fit_pinned=r.fit_pinned,
             )
             for r in view.by_rank
         ],
@@ -138,11 +143,14 @@ def to_capacity(view: CapacityView, figures: ServerFigures) -> pb.Capacity:
         free_kv_pages=figures.free_kv_pages,
         kv_page_size=figures.kv_page_size,
         registered_adapters=view.registered_adapters,
+        pinned_slots=view.pinned_slots,
+        max_pinned_slots=view.max_pinned_slots,
+        pinned_rank_pages=view.pinned_rank_pages,
         memory=[pb.MemoryShare(purpose=purpose, bytes=n) for purpose, n in figures.memory.items()],
     )
 
 
-def to_watch(item: SnapshotItem | SnapshotEnd | AdapterEvent) -> pb.WatchAdaptersResponse:
+def to_watch(item: SnapshotItem | SnapshotEnd | Change) -> pb.WatchAdaptersResponse:
     if isinstance(item, SnapshotItem):
         return pb.WatchAdaptersResponse(
             type=pb.ADAPTER_EVENT_TYPE_SNAPSHOT,
@@ -153,13 +161,15 @@ def to_watch(item: SnapshotItem | SnapshotEnd | AdapterEvent) -> pb.WatchAdapter
         return pb.WatchAdaptersResponse(
             type=pb.ADAPTER_EVENT_TYPE_SNAPSHOT_END, resume_token=item.resume_token
         )
+    event = item.event
     return pb.WatchAdaptersResponse(
-        type=pb.AdapterEventType.Value(f"ADAPTER_EVENT_TYPE_{item.type.name}"),
-        adapter=to_adapter(item.adapter),
-        version=item.version,
-        reason=item.reason,
-        event_time=_time(item.time),
-        resume_token=item.resume_token,
+        type=pb.AdapterEventType.Value(f"ADAPTER_EVENT_TYPE_{event.type.name}"),
+        adapter=to_adapter(event.adapter),
+        version=event.version,
+        reason=event.reason,
+        event_time=to_time(event.time),
+        resume_token=event.resume_token,
+        left_filter=item.left_filter,
     )
 
 
@@ -171,15 +181,28 @@ def _version(view: VersionView) -> pb.AdapterVersion:
         state_reason=view.state_reason,
         leases=view.leases,
         slot=view.slot,
+        tiers=_tiers(view.tiers),
+        pinned_tiers=_tiers(view.pins),
+        rank=view.rank,
+        source=view.source,
     )
 
 
+_STATES = {state: pb.AdapterState.Value(f"ADAPTER_STATE_{state.name}") for state in AdapterState}
+_TIERS = {tier: pb.AdapterTier.Value(f"ADAPTER_TIER_{tier.name}") for tier in Tier}
+
+
 def _state(state: AdapterState | None) -> "pb.AdapterState.ValueType":
-    return pb.AdapterState.Value(f"ADAPTER_STATE_{state.name if state else 'UNSPECIFIED'}")
+    return pb.ADAPTER_STATE_UNSPECIFIED if state is None else _STATES[state]
 
 
 def _tier(tier: Tier | None) -> "pb.AdapterTier.ValueType":
-    return pb.AdapterTier.Value(f"ADAPTER_TIER_{tier.name if tier else 'UNSPECIFIED'}")
+    return pb.ADAPTER_TIER_UNSPECIFIED if tier is None else _TIERS[tier]
+
+
+def _tiers(tiers: Collection[Tier]) -> Sequence["pb.AdapterTier.ValueType"]:
+    """In order. Most adapters of a long list are in none."""
+    return [_TIERS[tier] for tier in Tier if tier in tiers] if tiers else ()
 
 
 def _tier_capacity(tier: TierCapacity) -> pb.TierCapacity:
@@ -188,7 +211,7 @@ def _tier_capacity(tier: TierCapacity) -> pb.TierCapacity:
     )
 
 
-def _timings(timings: LoadTimings | None) -> pb.LoadTimings | None:
+def _timings(timings: LoadTimings | None, fetch_ms: float) -> pb.LoadTimings | None:
     if timings is None:
         return None
     return pb.LoadTimings(
@@ -196,10 +219,18 @@ def _timings(timings: LoadTimings | None) -> pb.LoadTimings | None:
         read_ms=timings.read_ms,
         pack_ms=timings.pack_ms,
         copy_ms=timings.copy_ms,
+        fetch_ms=fetch_ms,
+        end_time=to_time(timings.end),
     )
 
 
-def _time(seconds: float | None) -> Timestamp | None:
+def _eviction(eviction: Eviction | None) -> pb.Eviction | None:
+    if eviction is None:
+        return None
+    return pb.Eviction(tier=_tier(eviction.tier), reason=eviction.reason, time=to_time(eviction.time))
+
+
+def to_time(seconds: float | None) -> Timestamp | None:
     if seconds is None:
         return None
     stamp = Timestamp()

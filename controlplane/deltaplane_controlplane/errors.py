@@ -10,7 +10,8 @@
     ├── ResourceExhaustedError    a queue, a tier or a limit is full; may be retried
     ├── UnavailableError          the server is draining; may be retried
     ├── DeadlineExceededError     the caller's deadline passed first
-    ├── UnimplementedError        a part of the API that this server does not serve
+    ├── CancelledError            the caller gave up, or an administrator cancelled it
+    ├── UnauthenticatedError      the call does not say by whom it is made, or not credibly
     └── InternalError             a fault of ours
 
 `status.py` holds the one table from these to gRPC codes. Messages say what, why and what to do.
@@ -135,10 +136,16 @@ class DeadlineExceededError(DeltaplaneError):
     reason = "DEADLINE_EXCEEDED"
 
 
-class UnimplementedError(DeltaplaneError):
-    """A part of the API that this server does not serve."""
+class CancelledError(DeltaplaneError):
+    """The caller gave up, or an administrator cancelled the operation."""
 
-    reason = "UNIMPLEMENTED"
+    reason = "CANCELLED"
+
+
+class UnauthenticatedError(DeltaplaneError):
+    """The call does not say by whom it is made, or not credibly."""
+
+    reason = "UNAUTHENTICATED"
 
 
 class InternalError(DeltaplaneError):

@@ -23,6 +23,7 @@ _TOKEN = re.compile(r"(?P<epoch>[0-9a-f]{8})\.(?P<sequence>-1|[0-9]{1,18})")
 class EventType(Enum):
     """What an event tells (see AdapterEventType in adapters.proto)."""
 
+    FETCHING = "fetching"
     REGISTERED = "registered"
     UPDATED = "updated"
     LOADING = "loading"
@@ -50,8 +51,8 @@ class AdapterEvent:
 
 
 class EventLog:
-    """The last `capacity` events. A reader more than `max_lag` behind is cut off; it may resume from its
-    token while the log still reaches back that far.
+    """The last `capacity` events. A reader who falls more than `max_lag` behind is cut off; it may resume
+    from its token while the log still reaches back that far, and has until then to catch up.
 
     Readers share the log and have no queue of their own, so a reader that never reads costs nothing. The
     idea is etcd's: a watch is a position in a bounded history.
@@ -87,7 +88,9 @@ class EventLog:
         Errors: InvalidArgumentError (no token of ours), OutOfRangeError (too old, or of another process).
         """
         with self._lock:
-            subscription = Subscription(self, wake, self._position(resume_token))
+            position = self._position(resume_token)
+            is_behind = self._next - position > self._max_lag
+            subscription = Subscription(self, wake, position, is_catching_up=is_behind)
             self._subscriptions.add(subscription)
         return subscription
 
@@ -97,22 +100,29 @@ class EventLog:
             self._closed = True
         self.notify()
 
-    def read(self, position: int, limit: int) -> list[AdapterEvent]:
+    def read(self, position: int, limit: int, *, is_catching_up: bool) -> list[AdapterEvent]:
         """At most `limit` events from a position on.
 
+        is_catching_up: as far behind as the log reaches back is not too far.
         Errors: ResourceExhaustedError (the reader is too far behind), UnavailableError (closed).
         """
+        max_lag = len(self._ring) if is_catching_up else min(self._max_lag, len(self._ring))
         with self._lock:
             if self._closed:
                 raise UnavailableError("the server is shutting down")
-            if self._next - position > min(self._max_lag, len(self._ring)):
+            if self._next - position > max_lag:
                 raise ResourceExhaustedError(
-                    f"the watcher is {self._next - position} events behind, {self._max_lag} are allowed: "
+                    f"the watcher is {self._next - position} events behind, {max_lag} are allowed: "
                     "resume from the last token, and read faster or narrow the filter",
                     reason="WATCHER_TOO_SLOW",
                 )
             stop = min(self._next, position + limit)
             return [e for i in range(position, stop) if (e := self._ring[i % len(self._ring)]) is not None]
+
+    def is_near(self, position: int) -> bool:
+        """Whether a reader there is not too far behind."""
+        with self._lock:
+            return self._next - position <= self._max_lag
 
     def token(self, position: int) -> str:
         """The token to resume with at a position."""
@@ -142,9 +152,12 @@ class EventLog:
 class Subscription:
     """A reader's position in the log. Use as a context manager."""
 
-    def __init__(self, log: EventLog, wake: Callable[[], None], position: int) -> None:
+    def __init__(
+        self, log: EventLog, wake: Callable[[], None], position: int, *, is_catching_up: bool
+    ) -> None:
         self._log = log
         self._position = position
+        self._is_catching_up = is_catching_up
         self.wake = wake
 
     @property
@@ -154,8 +167,9 @@ class Subscription:
 
     def read(self, limit: int = 64) -> list[AdapterEvent]:
         """What is new, at once; empty where nothing is. Errors: as EventLog.read."""
-        events = self._log.read(self._position, limit)
+        events = self._log.read(self._position, limit, is_catching_up=self._is_catching_up)
         self._position += len(events)
+        self._is_catching_up = self._is_catching_up and not self._log.is_near(self._position)
         return events
 
     def __enter__(self) -> "Subscription":

@@ -1,24 +1,20 @@
 """Turns what a gRPC handler raises into the status that its caller gets. Both planes use it."""
 
 import inspect
-import traceback
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
-import structlog
 
-from deltaplane_controlplane.errors import DeltaplaneError, InternalError
+from deltaplane_controlplane.errors import DeltaplaneError
 from deltaplane_controlplane.status import to_status
+from deltaplane_controlplane.unforeseen import unforeseen
 
 _Req = TypeVar("_Req")
 _Res = TypeVar("_Res")
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 DETAILS_KEY = "grpc-status-details-bin"
-
-_log = structlog.get_logger(__name__)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -89,28 +85,15 @@ def _guard_generator(
 
 
 async def _abort(context: _Context, error: Exception, method: str) -> NoReturn:
-    known = error if isinstance(error, DeltaplaneError) else _unexpected(error, method)
-    status = to_status(known)
+    await abort_with(context, error if isinstance(error, DeltaplaneError) else unforeseen(error, method))
+
+
+async def abort_with(context: _Context, error: DeltaplaneError) -> NoReturn:
+    """Ends a call with the status of an error, by raising gRPC's own AbortError."""
+    status = to_status(error)
     trailers = (*(context.trailing_metadata() or ()), (DETAILS_KEY, status.SerializeToString()))
     await context.abort(_code(status.code), status.message, trailers)
 
 
 def _code(number: int) -> grpc.StatusCode:
     return next(code for code in grpc.StatusCode if code.value[0] == number)
-
-
-def _unexpected(error: Exception, method: str) -> InternalError:
-    """Logs an error that nobody foresaw. Its frames are logged without their variables, which may hold a
-    prompt."""
-    error_id = uuid.uuid4().hex
-    _log.error(
-        "rpc.failed",
-        method=method,
-        error_id=error_id,
-        error=type(error).__name__,
-        traceback="".join(traceback.format_exception(error)),
-    )
-    return InternalError(
-        f"internal error; the server's log tells more under error_id {error_id}",
-        metadata={"error_id": error_id},
-    )

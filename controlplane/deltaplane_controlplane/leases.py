@@ -1,5 +1,7 @@
-"""A request's hold on one adapter version."""
+"""A request's hold on one adapter version, or on several whose deltas are added up."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deltaplane_controlplane.errors import InternalError
@@ -8,104 +10,117 @@ from deltaplane_controlplane.versions import Version
 if TYPE_CHECKING:
     from deltaplane_controlplane.residency import Residency
 
+AdapterUid = int | tuple[tuple[int, float], ...]
+"""Who answers: the uid of a version, or of a composition the (uid, weight) of each member in order of uid."""
 
-class Lease:
-    """A hold on one version, from admission to the end of a stream (scheduling.lease.AdapterLease).
+Slots = int | tuple[tuple[int, float], ...]
+"""Where that is: a version's slot, or the (slot, weight) of each member of a composition."""
 
-    It keeps the version from being forgotten. Only while it is active does it keep the version in its slot;
-    from an `activate()` that answered None until the next one, or until `deactivate()`, it *asks*: the
-    version that is then loaded stays until one of those that ask has had it. All calls return at once and
-    may come from any thread. An active lease may be deactivated or released only when no step under way
-    uses its slot.
 
-    hit: whether the version was resident when the lease was taken.
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A version that a lease holds, and the factor of its delta.
+
+    hit: whether it was resident when the lease was taken.
     """
 
-    __slots__ = ("_asking", "_released", "_residency", "_slot", "_version", "hit")
+    version: Version
+    weight: float
+    hit: bool
 
-    def __init__(self, residency: "Residency", version: Version) -> None:
-        """Made by Residency.grant alone, with the monitor held."""
+
+class Lease:
+    """A hold on versions, from admission to the end of a stream (scheduling.lease.AdapterLease).
+
+    It keeps them from being forgotten. Only while it is active does it keep them in their slots, all of them;
+    from an `activate()` that answered None until one of those that ask for the same has had it, or until
+    `deactivate()`, it *asks* (see Asks). All calls return at once and may come from any thread. An active
+    lease may be deactivated or released only when no step under way uses its slots.
+
+    uid: identity of what answers, unique in this process (see AdapterUid); a version of weight 1 alone is
+        that version.
+    members: in order of their names.
+    versions: those of the members.
+    """
+
+    __slots__ = ("_released", "_residency", "_slots", "members", "uid", "versions")
+
+    def __init__(self, residency: "Residency", terms: Iterable[tuple[Version, float]]) -> None:
+        """Made by Residency.grant alone, with the monitor held. terms: versions and weights, at least one."""
+        ordered = sorted(terms, key=lambda term: term[0].adapter.name)
+        self.members = tuple(Member(version, weight, version.resident) for version, weight in ordered)
+        self.versions = tuple(member.version for member in self.members)
+        self.uid: AdapterUid = tuple(sorted((version.uid, weight) for version, weight in ordered))
+        if len(self.members) == 1 and self.members[0].weight == 1:
+            self.uid = self.versions[0].uid
         self._residency = residency
-        self._version = version
-        self._slot: int | None = None
-        self._asking = False
+        self._slots: Slots | None = None
         self._released = False
-        self.hit = version.resident
 
     @property
-    def uid(self) -> int:
-        """Identity of the version, unique in this process, above 0."""
-        return self._version.uid
+    def is_composition(self) -> bool:
+        """Whether it is more than one version, or one that has a weight."""
+        return not isinstance(self.uid, int)
 
     @property
     def adapter(self) -> str:
-        """The adapter's name."""
-        return self._version.adapter.name
+        """The adapter's name; of several, their names joined by "+"."""
+        return "+".join(version.adapter.name for version in self.versions)
 
     @property
-    def version(self) -> int:
-        """The version's number."""
-        return self._version.number
-
-    @property
-    def slot(self) -> int | None:
-        """The slot while active, else None."""
-        return self._slot
+    def slot(self) -> Slots | None:
+        """Where it is while active, else None."""
+        return self._slots
 
     @property
     def resident(self) -> bool:
         """Whether activate() would answer a slot now. A hint: it may change at any time."""
-        return self._version.resident
+        return all(version.resident for version in self.versions)
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether the version is asked for and cannot be loaded before others give up slots or rank pages."""
+        """Whether it asks for versions of which one cannot be loaded before others give up slots or rank
+        pages."""
         with self._residency.monitor:
-            return self._residency.waits_for_room(self._version)
+            return self._residency.waits_for_room(self)
 
-    @property
-    def is_asking(self) -> bool:
-        """Whether it waits for the version to become resident."""
-        return self._asking
+    def activate(self) -> Slots | None:
+        """Holds all versions in their slots and answers these, or answers None, holds none, and sees to it
+        that loads are under way or wait for room. Idempotent while active.
 
-    @property
-    def held(self) -> Version:
-        """The manager's record of the version."""
-        return self._version
-
-    def activate(self) -> int | None:
-        """Holds the version in its slot and answers the slot, or answers None and sees to it that a load is
-        under way or waits for room. Idempotent while active.
-
-        Errors: FailedPreconditionError when the version cannot be loaded, UnavailableError when the manager
-        is closed.
+        Errors: FailedPreconditionError when a version cannot be loaded, UnavailableError when the manager is
+        closed.
         """
-        if self._slot is not None:
-            return self._slot
+        if self._slots is not None:
+            return self._slots
         with self._residency.monitor:
             self._check_held()
             try:
-                if self._version.resident:
-                    self._slot = self._residency.enter(self._version)
+                if self.resident:
+                    self._residency.enter(self)
+                    self._slots = self.place()
                 else:
-                    self._residency.demand(self._version)
+                    self._residency.ask(self)
             except Exception:
-                self._stop_asking()
+                self._residency.stop_asking(self)
                 raise
-            if self._slot is None:
-                self._start_asking()
-            else:
-                self._stop_asking()
-            return self._slot
+            return self._slots
 
     def fork(self) -> "Lease":
-        """Another lease on the same version, for another output of the same request."""
+        """Another lease on the same versions, for another output of the same request."""
         with self._residency.monitor:
             self._check_held()
-            return self._residency.grant(self._version)
+            return self._residency.grant((member.version, member.weight) for member in self.members)
+
+    def place(self) -> Slots:
+        """The slots of its versions, which have one; the monitor is held."""
+        placed = {v.uid: v.placement.slot for v in self.versions if v.placement is not None}
+        if isinstance(self.uid, int):
+            return placed[self.uid]
+        return tuple((placed[uid], weight) for uid, weight in self.uid)
 
     def deactivate(self) -> None:
-        """Stops using the version, or asking for it. Idempotent."""
+        """Stops using the versions, or asking for them. Idempotent."""
         with self._residency.monitor:
             self._stop()
 
@@ -115,24 +130,15 @@ class Lease:
             if not self._released:
                 self._stop()
                 self._released = True
-                self._residency.give_back(self, self._version)
-
-    def _start_asking(self) -> None:
-        if not self._asking:
-            self._asking = True
-            self._residency.start_asking(self._version)
-
-    def _stop_asking(self) -> None:
-        if self._asking:
-            self._asking = False
-            self._residency.stop_asking(self._version)
+                self._residency.give_back(self)
 
     def _stop(self) -> None:
-        self._stop_asking()
-        if self._slot is not None:
-            self._slot = None
-            self._residency.leave(self._version)
+        self._residency.stop_asking(self)
+        if self._slots is not None:
+            self._slots = None
+            self._residency.leave(self)
 
     def _check_held(self) -> None:
         if self._released:
-            raise InternalError(f"the lease on {self._version} was released and is used again")
+            names = ", ".join(map(str, self.versions))
+            raise InternalError(f"the lease on {names} was released and is used again")

@@ -1,35 +1,40 @@
 """The adapter manager: one object, made once, given to both planes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.administration import Administration
 from deltaplane_controlplane.admission import Admission, check_labels, check_name
 from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.composition import check_composition
 from deltaplane_controlplane.errors import (
     AlreadyExistsError,
     DeadlineExceededError,
-    InvalidArgumentError,
     NotFoundError,
-    ResourceExhaustedError,
+    UnavailableError,
 )
 from deltaplane_controlplane.events import EventLog, EventType, Subscription
 from deltaplane_controlplane.idempotency import IdempotencyCache
 from deltaplane_controlplane.journal import Journal
 from deltaplane_controlplane.leases import Lease
+from deltaplane_controlplane.long_calls import DEFAULT_DRAIN_TIMEOUT_S, LongCalls
 from deltaplane_controlplane.monitor import Monitor
-from deltaplane_controlplane.ports import AdapterLoader, DevicePool
+from deltaplane_controlplane.operations import Operations
+from deltaplane_controlplane.pinning import Pinning
+from deltaplane_controlplane.ports import AdapterLoader, DevicePool, SourceFetcher
 from deltaplane_controlplane.registry import Registry, no_version
 from deltaplane_controlplane.reports import Reports
 from deltaplane_controlplane.residency import Residency
 from deltaplane_controlplane.sources import AllowedRoots
-from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_controlplane.turn import Turn
+from deltaplane_controlplane.upload_terms import UploadTerms
 from deltaplane_controlplane.versions import NO_LABELS, AdapterState, Tier, Version
 from deltaplane_controlplane.views import (
     AdapterPage,
@@ -39,8 +44,6 @@ from deltaplane_controlplane.views import (
     SlotView,
 )
 
-DEFAULT_DRAIN_TIMEOUT_S = 300.0
-MAX_DRAIN_TIMEOUT_S = 86_400.0
 LOADER_THREADS = 2
 
 _log = structlog.get_logger(__name__)
@@ -69,8 +72,12 @@ class AdapterManager:
     changes in order; it is held while a change is written to the catalogue, which is before it shows. Files
     are read under neither.
 
-    uploads: where the adapters that were uploaded are. It takes out of it those whose version is gone.
+    store: where adapters that were uploaded or fetched are. It takes out of it those whose version is gone.
+    fetcher: brings adapters from remote sources; without it there are none.
     clock: seconds since the epoch.
+
+    calls: the calls that take their time, as operations; the methods of the same names here wait for them.
+    operations: what is under way, and what was.
     """
 
     def __init__(
@@ -80,20 +87,24 @@ class AdapterManager:
         pool: DevicePool,
         config: ManagerConfig,
         catalogue: Catalogue,
-        uploads: UploadFolder | None = None,
+        store: AdapterStore | None = None,
+        fetcher: SourceFetcher | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._num_slots = pool.num_slots
-        self._uploads = uploads
-        self._roots = AllowedRoots(config.allowed_roots, uploads.path if uploads else None)
+        self._store = store
+        self._roots = AllowedRoots(config.allowed_roots, store.path if store else None)
         self._admission = Admission(
             loader,
             pool,
             self._roots,
             max_lora_rank=config.max_lora_rank,
             host_cache_bytes=config.host_cache_bytes,
+            store=store,
+            fetcher=fetcher,
         )
-        self._answers: IdempotencyCache[AdapterView] = IdempotencyCache()
+        self.operations = Operations(clock)
+        self._answers: IdempotencyCache[Any] = IdempotencyCache()
         self._hook_gone: Callable[[int], object] | None = None
         self._monitor = Monitor()
         self._registry = Registry()
@@ -103,7 +114,7 @@ class AdapterManager:
             monitor=self._monitor,
             record=self._journal.record,
             gone=self._on_gone,
-            pack=self._admission.pack,
+            files=self._admission,
             pool=pool,
             host_cache_bytes=config.host_cache_bytes,
             loader_threads=config.loader_threads,
@@ -113,8 +124,20 @@ class AdapterManager:
             self._monitor,
             self._registry,
             self._residency,
+            operation_on=self.operations.running_on,
             page_bytes=pool.page_bytes,
             max_lora_rank=config.max_lora_rank,
+        )
+        turn = Turn()
+        self._pinning = Pinning(
+            monitor=self._monitor,
+            registry=self._registry,
+            residency=self._residency,
+            catalogue=catalogue,
+            journal=self._journal,
+            reports=self._reports,
+            turn=turn,
+            clock=clock,
         )
         self._administration = Administration(
             monitor=self._monitor,
@@ -123,8 +146,21 @@ class AdapterManager:
             catalogue=catalogue,
             journal=self._journal,
             reports=self._reports,
-            release=self._release,
+            turn=turn,
+            pinning=self._pinning,
+            release=self._admission.give_back,
             clock=clock,
+        )
+        self.calls = LongCalls(
+            monitor=self._monitor,
+            registry=self._registry,
+            residency=self._residency,
+            admission=self._admission,
+            administration=self._administration,
+            pinning=self._pinning,
+            reports=self._reports,
+            operations=self.operations,
+            answers=self._answers,
         )
         self._restore(catalogue)
 
@@ -152,11 +188,13 @@ class AdapterManager:
     def start(self) -> None:
         """Begins to load what was pinned before a restart, once trusted adapters are registered. A pin that
         the server's present limits do not allow is dropped."""
-        self._administration.restore_pins()
+        self._pinning.restore()
 
     def close(self) -> None:
-        """Ends loads, watches and timers; waits for the threads. Leases may still be released. Idempotent."""
+        """Ends operations, loads, watches and timers; waits for the threads. Leases may still be released.
+        Idempotent."""
         self._administration.close()
+        self.operations.close()
         self._residency.close()
         self._events.close()
 
@@ -172,7 +210,19 @@ class AdapterManager:
             leased = adapter.current if version is None else adapter.kept(version)
             if leased is None:
                 raise no_version(adapter, version)
-            return self._residency.lease(leased)
+            return self._residency.lease([(leased, 1.0)])
+
+    def compose(self, weights: Mapping[str, float]) -> Lease:
+        """Takes a lease on the current versions of several adapters, whose deltas are to be added up, each
+        times its weight; on all or none, in one atomic step.
+
+        Errors: NotFoundError, FailedPreconditionError (one could not be loaded, or they cannot be added up),
+        UnavailableError.
+        """
+        with self._monitor:
+            terms = [(self._registry.get(name).current, weight) for name, weight in weights.items()]
+            check_composition(terms, self._residency.device)
+            return self._residency.lease(terms)
 
     # Administration
 
@@ -192,69 +242,95 @@ class AdapterManager:
 
         Errors: InvalidArgumentError, AlreadyExistsError (other files under a name in use).
         """
-        check_name(name)
-        check_labels(labels)
-
-        def act() -> AdapterView:
-            manifest = self._admission.inspect(source, expected_digest)
-            view = self._administration.admit(name, manifest, labels, validate_only=validate_only)
-            if load_tier is None or validate_only:
-                return view
-            with suppress(ResourceExhaustedError):
-                self.start_load(name, load_tier)
-            return self.get(name)
-
-        request = ("register", name, source, _frozen(labels), expected_digest, load_tier)
-        return self._answers.once("" if validate_only else idempotency_key, request, act)
+        return self.calls.register(
+            name,
+            source,
+            labels=labels,
+            expected_digest=expected_digest,
+            validate_only=validate_only,
+            load_tier=load_tier,
+            idempotency_key=idempotency_key,
+        ).wait()
 
     def register_trusted(self, name: str, source: str) -> AdapterView:
         """Registers an adapter that the one who starts the server names, wherever it lies; where the name is
-        in use with other files, these take over.
+        in use with other files, these take over. Where a remote source does not answer, the adapter that was
+        fetched from it before stays.
 
-        Errors: InvalidArgumentError.
+        Errors: InvalidArgumentError; for remote sources as SourceFetcher.fetch.
         """
         check_name(name)
-        folder = Path(source).absolute()
-        self._roots.trust(folder)
-        manifest = self._admission.inspect(str(folder))
-        return self._administration.admit(name, manifest, NO_LABELS, replace=True)
-
-    def check_upload(self, name: str, *, replace: bool) -> None:
-        """Whether an adapter may be uploaded under a name, told before its bytes come; `register_upload` has
-        the last word.
-
-        Errors: AlreadyExistsError; NotFoundError (nothing to replace).
-        """
-        with self._monitor:
-            if replace:
-                self._registry.get(name)
-                return
-            adapter = self._registry.find_registered(name)
-            if adapter is not None and adapter.current.failure is None:
-                raise AlreadyExistsError(
-                    f"adapter {name!r} is registered (version {adapter.current.number}, SHA-256 "
-                    f"{adapter.current.manifest.digest}): replace it, or take another name",
-                    reason="ADAPTER_ALREADY_EXISTS",
-                    metadata={"adapter": name, "digest": adapter.current.manifest.digest},
-                )
-
-    def register_upload(
-        self, name: str, folder: str, *, labels: Mapping[str, str] = NO_LABELS, replace: bool = False
-    ) -> AdapterView:
-        """Registers what was uploaded to `folder`, or with `replace` makes it the next version of an adapter,
-        whose labels stay where there are none. An adapter that was registered with the same files meanwhile
-        stays as it is: the answer's source is then another folder.
-
-        Errors: as `register`, or with `replace` as `update`.
-        """
-        check_name(name)
-        check_labels(labels)
-        manifest = self._admission.inspect(folder, field="header.files", is_upload=True)
-        if not replace:
-            return self._administration.admit(name, manifest, labels)
-        return self._administration.change(
-            name, manifest, labels or None, etag="", keep=False, validate_only=False
+        if not self._admission.is_remote(source):
+            folder = Path(source).absolute()
+            self._roots.trust(folder)
+            manifest = self._admission.inspect(str(folder))
+            return self._administration.admit(name, manifest, NO_LABELS, replace=True)
+        try:
+            manifest = self._admission.inspect(source)
+        except UnavailableError as error:
+            known = self._fetched_before(name, source)
+            if known is None:
+                raise
+            _log.warning("adapter.not_fetched_anew", adapter=name, reason=error.message)
+            return known
+        return self._admission.settle(
+            manifest, lambda: self._administration.admit(name, manifest, NO_LABELS, replace=True)
         )
+
+    def check_upload(self, terms: UploadTerms) -> AdapterView | None:
+        """Whether an adapter may be uploaded, told before its bytes come; `register_upload` has the last
+        word. Answers what the same upload was answered before, if its idempotency key was seen.
+
+        Errors: InvalidArgumentError, AlreadyExistsError; NotFoundError (nothing to replace), AbortedError
+        (etag).
+        """
+        check_name(terms.name, "header.name")
+        check_labels(terms.labels, "header.labels")
+        earlier: AdapterView | None = self._answers.find(terms.key, terms.request)
+        if earlier is not None:
+            return earlier
+        if terms.replace:
+            self._administration.find(terms.name, terms.etag)
+            return None
+        with self._monitor:
+            adapter = self._registry.find_registered(terms.name)
+            if adapter is not None and adapter.current.failure is None:
+                current = adapter.current
+                raise AlreadyExistsError(
+                    f"adapter {terms.name!r} is registered (version {current.number}, SHA-256 "
+                    f"{current.manifest.digest}): replace it, or take another name",
+                    reason="ADAPTER_ALREADY_EXISTS",
+                    metadata={"adapter": terms.name, "digest": current.manifest.digest},
+                )
+        return None
+
+    def register_upload(self, folder: str, terms: UploadTerms) -> AdapterView:
+        """Registers what was uploaded to `folder`, or makes it the next version of an adapter, whose labels
+        stay where there are none. An adapter that was registered with the same files meanwhile stays as it
+        is: the answer's path is then another folder.
+
+        Errors: as `register`, or where it replaces as `update`.
+        """
+
+        def act() -> AdapterView:
+            manifest = self._admission.inspect(folder, field="header.files", is_upload=True)
+            if terms.replace:
+                view = self._administration.change(
+                    terms.name,
+                    manifest,
+                    terms.labels or None,
+                    etag=terms.etag,
+                    keep=terms.keep_previous,
+                    validate_only=terms.validate_only,
+                )
+            else:
+                view = self._administration.admit(
+                    terms.name, manifest, terms.labels, validate_only=terms.validate_only
+                )
+            return view if terms.validate_only else self.calls.load_at_once(view, terms.load_tier)
+
+        view: AdapterView = self._answers.once(terms.key, terms.request, act)
+        return view
 
     def update(
         self,
@@ -273,21 +349,16 @@ class AdapterManager:
 
         Errors: NotFoundError, InvalidArgumentError, AbortedError (etag).
         """
-        check_labels(labels or NO_LABELS, "adapter.labels")
-        if source is None and labels is None:
-            raise InvalidArgumentError.for_field("update_mask", "nothing to change: set source or labels")
-
-        def act() -> AdapterView:
-            self._administration.find(name, etag)
-            manifest = None
-            if source is not None:
-                manifest = self._admission.inspect(source, expected_digest, "adapter.source")
-            return self._administration.change(
-                name, manifest, labels, etag=etag, keep=keep_previous, validate_only=validate_only
-            )
-
-        request = ("update", name, source, _frozen(labels), etag, expected_digest, keep_previous)
-        return self._answers.once("" if validate_only else idempotency_key, request, act)
+        return self.calls.update(
+            name,
+            source=source,
+            labels=labels,
+            etag=etag,
+            expected_digest=expected_digest,
+            validate_only=validate_only,
+            keep_previous=keep_previous,
+            idempotency_key=idempotency_key,
+        ).wait()
 
     def delete(
         self,
@@ -297,51 +368,106 @@ class AdapterManager:
         drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S,
         force: bool = False,
         allow_missing: bool = False,
+        validate_only: bool = False,
+        idempotency_key: str = "",
     ) -> AdapterView | None:
         """Forgets an adapter: new requests are refused at once, those under way are aborted when the timeout
         has passed. Deleting it again while it drains sets a new timeout. None where it was missing.
 
-        Errors: NotFoundError, AbortedError (etag), FailedPreconditionError (pinned, without force).
+        Errors: NotFoundError, AbortedError (etag), FailedPreconditionError (pinned, without force; being
+        fetched).
         """
-        if not 0 <= drain_timeout_s <= MAX_DRAIN_TIMEOUT_S:
-            raise InvalidArgumentError.for_field(
-                "drain_timeout", f"{drain_timeout_s:g} s is not between 0 and {MAX_DRAIN_TIMEOUT_S:g} s"
-            )
         try:
-            return self._administration.delete(name, etag=etag, drain_timeout_s=drain_timeout_s, force=force)
+            view, _ = self.calls.delete(
+                name,
+                etag=etag,
+                drain_timeout_s=drain_timeout_s,
+                force=force,
+                validate_only=validate_only,
+                idempotency_key=idempotency_key,
+            )
         except NotFoundError:
             if allow_missing:
                 return None
             raise
+        return view
 
-    def rollback(self, name: str, *, version: int | None = None, etag: str = "") -> AdapterView:
+    def rollback(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        etag: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+    ) -> AdapterView:
         """Makes a kept version current again: the one of this number, or the highest below the current one.
         The one that was current is kept.
 
         Errors: NotFoundError (no such version), AbortedError (etag).
         """
-        return self._administration.rollback(name, number=version, etag=etag)
+        return self._once(
+            idempotency_key,
+            ("rollback", name, version, etag),
+            validate_only,
+            lambda: self._administration.rollback(
+                name, number=version, etag=etag, validate_only=validate_only
+            ),
+        )
 
-    def pin(self, name: str, tier: Tier = Tier.DEVICE, *, wait: bool = True) -> AdapterView:
-        """Brings an adapter to a tier and keeps its current version there, whichever that becomes.
+    def pin(
+        self,
+        name: str,
+        tier: Tier = Tier.DEVICE,
+        *,
+        wait: bool = True,
+        version: int | None = None,
+        etag: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+    ) -> AdapterView:
+        """Brings an adapter to a tier and keeps its current version there, whichever that becomes; or keeps
+        an earlier version there. Each tier has a pin of its own.
 
         wait: the pin is made when the adapter has arrived, and an error leaves everything as it was. Else it
         is made at once, and the adapter arrives as soon as there is room.
         Errors: NotFoundError, FailedPreconditionError (too much is pinned there, or the load failed),
-        ResourceExhaustedError (no room now).
+        ResourceExhaustedError (no room now), AbortedError (etag).
         """
-        if not wait:
-            return self._administration.set_pin(name, tier)
-        version, arrival = self._administration.hold_for_pin(name, tier)
-        try:
-            arrival.result()
-            return self._administration.set_pin(name, tier)
-        finally:
-            self._administration.end_hold(version)
+        operation = self.calls.pin(
+            name,
+            tier,
+            at_once=not wait,
+            version=version,
+            etag=etag,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        if wait:
+            return operation.wait()
+        operation.keep()
+        return self.calls.begun(operation)
 
-    def unpin(self, name: str) -> AdapterView:
-        """Lets an adapter be evicted again. Errors: NotFoundError."""
-        return self._administration.set_pin(name, None)
+    def unpin(
+        self,
+        name: str,
+        tier: Tier | None = None,
+        *,
+        version: int | None = None,
+        etag: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+    ) -> AdapterView:
+        """Lets an adapter, or an earlier version, be evicted again from a tier; from both where it is None.
+
+        Errors: NotFoundError, AbortedError (etag).
+        """
+        return self._once(
+            idempotency_key,
+            ("unpin", name, tier, version, etag),
+            validate_only,
+            lambda: self._pinning.unpin(name, tier, number=version, etag=etag, validate_only=validate_only),
+        )
 
     def start_load(self, name: str, tier: Tier = Tier.DEVICE) -> Future[None]:
         """Begins to bring an adapter to a tier, or joins the load that does. Cancelling the answer does not
@@ -356,20 +482,16 @@ class AdapterManager:
     def load(self, name: str, tier: Tier = Tier.DEVICE, *, timeout_s: float | None = None) -> AdapterView:
         """Brings an adapter to a tier and waits for it. Errors: as start_load, and DeadlineExceededError."""
         try:
-            self.start_load(name, tier).result(timeout_s)
+            return self.calls.load(name, tier).wait(timeout_s)
         except TimeoutError:
             raise DeadlineExceededError(f"adapter {name!r} is still loading after {timeout_s} s") from None
-        return self.get(name)
 
     def evict(self, name: str, tier: Tier = Tier.DEVICE) -> AdapterView:
         """Takes an adapter out of a tier; the device leaves it in host memory, host leaves both.
 
         Errors: NotFoundError, FailedPreconditionError (pinned or in use).
         """
-        with self._monitor:
-            adapter = self._registry.get(name)
-            self._residency.evict(adapter.current, tier)
-            return self._reports.view(adapter)
+        return self.calls.evict(name, tier).wait()
 
     # Questions
 
@@ -418,34 +540,39 @@ class AdapterManager:
         with self._monitor:
             self._registry.check_integrity()
             self._residency.check_integrity(v for adapter in self._registry for v in adapter.versions)
-            pinned = sum(adapter.pinned_tier is Tier.DEVICE for adapter in self._registry)
-            assert pinned < max(self._num_slots, 1)
+            assert len(self._registry.pinned_in(Tier.DEVICE)) < max(self._num_slots, 1)
+        self.operations.check_integrity()
+
+    def _once(
+        self, key: str, request: Hashable, validate_only: bool, act: Callable[[], AdapterView]
+    ) -> AdapterView:
+        view: AdapterView = self._answers.once("" if validate_only else key, request, act)
+        return view
+
+    def _fetched_before(self, name: str, source: str) -> AdapterView | None:
+        """An adapter whose files were fetched from this remote source, and may be those that it names now."""
+        with self._monitor:
+            adapter = self._registry.find_registered(name)
+            known = adapter is not None and self._admission.is_from(adapter.current.manifest, source)
+            return self._reports.view(adapter) if adapter is not None and known else None
 
     def _on_gone(self, version: Version) -> None:
         self._registry.drop(version)
         self._journal.record(EventType.DELETED, version)
+        self._administration.note_gone(version)
         if self._hook_gone is not None:
             self._monitor.after(self._hook_gone, version.uid)
-        self._monitor.after(self._release, version.manifest.source)
-
-    def _release(self, source: str) -> None:
-        """No version needs this folder any more."""
-        if self._uploads is not None:
-            self._uploads.discard(source)
+        self._monitor.after(self._admission.give_back, version.manifest.path)
 
     def _restore(self, catalogue: Catalogue) -> None:
         begun = time.monotonic()
         for stored in catalogue.load():
             for version in self._registry.restore(stored).versions:
                 version.failure = self._admission.size_problem(version.manifest) or None
-        if self._uploads is not None:
-            self._uploads.sweep(v.manifest.source for adapter in self._registry for v in adapter.versions)
+        if self._store is not None:
+            self._store.sweep(v.manifest.path for adapter in self._registry for v in adapter.versions)
         _log.info(
             "catalogue.restored",
             adapters=len(self._registry),
             ms=round(1e3 * (time.monotonic() - begun), 1),
         )
-
-
-def _frozen(labels: Mapping[str, str] | None) -> tuple[tuple[str, str], ...] | None:
-    return None if labels is None else tuple(sorted(labels.items()))

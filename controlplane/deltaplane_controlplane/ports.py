@@ -13,7 +13,7 @@ RANK_PAGE_ROWS = 8
 
 
 def rank_pages(rank: int) -> int:
-    """Rank pages that an adapter of `rank` takes: ceil(rank / RANK_PAGE_ROWS)."""
+    """Rank pages that an adapter of `rank` with no other features takes: ceil(rank / RANK_PAGE_ROWS)."""
     return -(-rank // RANK_PAGE_ROWS)
 
 
@@ -21,8 +21,14 @@ def rank_pages(rank: int) -> int:
 class AdapterManifest:
     """What a check of an adapter's files learned, without keeping a weight.
 
-    rank: the highest rank of its modules, which decides its rank pages.
+    source: where the files are from: their folder, or a remote address with the commit of its revision.
+    folder: where files that were fetched are; empty where `source` is their folder.
+    fetch_ms: how long fetching them took.
+    rank: the highest rank of its modules.
+    num_pages: pages that it takes on the device.
     rank_pattern: module kind ("q_proj") or path to rank, where it differs from `rank`.
+    features: what it has beside LoRA in the layers, sorted: "bias", "dora", "embed_tokens", "lm_head",
+        "trained_embeddings", "trained_norms".
     digest: SHA-256 of config and weights, in hexadecimal.
     num_layers: how many layers it changes.
     source_bytes / host_bytes: bytes of its files / of it packed in host memory.
@@ -37,8 +43,77 @@ class AdapterManifest:
     num_layers: int
     source_bytes: int
     host_bytes: int
+    num_pages: int
     base_model: str = ""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    folder: str = ""
+    fetch_ms: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The folder of the files."""
+        return self.folder or self.source
+
+
+class Progress(Protocol):
+    """What somebody wants to know of work that takes its time. Called from the thread that does the work."""
+
+    def report(self, stage: str, done: int, total: int | None) -> None:
+        """How far a stage is, in bytes: `done` of `total`, None where nobody knows. Returns at once."""
+        ...
+
+    def check(self) -> None:
+        """Errors: CancelledError, when nobody wants the work any more: clean up and let it pass."""
+        ...
+
+
+class _NoProgress:
+    """Nobody asks, and nobody gives up."""
+
+    def report(self, stage: str, done: int, total: int | None) -> None: ...
+
+    def check(self) -> None: ...
+
+
+NO_PROGRESS: Progress = _NoProgress()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedSource:
+    """Files that were fetched.
+
+    folder: where they lie. source: where they are from, as resolved: with the commit of a revision.
+    """
+
+    folder: Path
+    source: str
+
+
+class SourceFetcher(Protocol):
+    """Brings adapters from where they are remote to the store of the server. Called from any thread."""
+
+    def handles(self, source: str) -> bool:
+        """Whether this is a remote source, good or not, instead of the path of a folder."""
+        ...
+
+    def check(self, source: str) -> str:
+        """A source as it may be shown to others. Errors: InvalidArgumentError (malformed, not allowed)."""
+        ...
+
+    def fetch(self, source: str, progress: Progress) -> FetchedSource:
+        """Fetches the files into a folder of the store, which is the caller's then. Reports the stage
+        "fetch", and checks the progress several times a second.
+
+        Errors: InvalidArgumentError on "source" (no such source, not allowed, too large),
+        FailedPreconditionError (this server is not set up for it), UnavailableError (it does not answer now),
+        ResourceExhaustedError, CancelledError.
+        """
+        ...
+
+    def is_from(self, known: str, source: str) -> bool:
+        """Whether a resolved source may be what another source names now, told without a network."""
+        ...
 
 
 class HostAdapter(Protocol):

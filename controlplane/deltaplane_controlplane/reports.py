@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from deltaplane_controlplane.capacity import capacity_view
@@ -10,9 +11,9 @@ from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.filters import Filter, PageToken, everything, parse_filter
 from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_controlplane.registry import Registry, not_found
+from deltaplane_controlplane.registry import Registry, not_found, unknown_files
 from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.versions import Adapter, AdapterState
+from deltaplane_controlplane.versions import NO_LABELS, Adapter, AdapterState, Tier, Version
 from deltaplane_controlplane.views import (
     AdapterPage,
     AdapterStats,
@@ -32,7 +33,10 @@ _BATCH = 64
 
 class Reports:
     """Pictures of the books, taken under the monitor. A long list is made in batches, so that the monitor is
-    never held for long; each adapter in it is shown as it was at some moment of the call."""
+    never held for long; each adapter in it is shown as it was at some moment of the call.
+
+    operation_on: answers the newest operation under way on the adapter of a name, or an empty text.
+    """
 
     def __init__(
         self,
@@ -40,9 +44,11 @@ class Reports:
         registry: Registry,
         residency: Residency,
         *,
+        operation_on: Callable[[str], str],
         page_bytes: int,
         max_lora_rank: int,
     ) -> None:
+        self._operation_on = operation_on
         self._monitor = monitor
         self._registry = registry
         self._residency = residency
@@ -51,12 +57,16 @@ class Reports:
 
     def view(self, adapter: Adapter) -> AdapterView:
         """One adapter; the monitor is held."""
-        position = self._residency.device.eviction_order().get(adapter.current)
-        return adapter_view(adapter, self._page_bytes, position)
+        return self._view(adapter, self._residency.device.eviction_order())
 
     def preview(self, name: str, manifest: AdapterManifest, labels: Mapping[str, str]) -> AdapterView:
         """An adapter that was checked and is not registered."""
         return preview(name, manifest, labels, self._page_bytes)
+
+    def fetching(self, name: str, source: str) -> AdapterView:
+        """An adapter whose files are on their way."""
+        unknown = preview(name, unknown_files(source), NO_LABELS, self._page_bytes)
+        return replace(unknown, state=AdapterState.FETCHING, state_reason="")
 
     def get(self, name: str) -> AdapterView:
         """One adapter, also while it drains. Errors: NotFoundError."""
@@ -105,6 +115,7 @@ class Reports:
             return capacity_view(
                 self._residency.host,
                 self._residency.device,
+                self._registry.pinned_in(Tier.DEVICE),
                 page_bytes=self._page_bytes,
                 max_lora_rank=self._max_lora_rank,
                 ranks=ranks,
@@ -129,6 +140,11 @@ class Reports:
                 waiting=tuple(sorted(residency.waiting)),
             )
 
+    def _view(self, adapter: Adapter, positions: Mapping[Version, int]) -> AdapterView:
+        return adapter_view(
+            adapter, self._page_bytes, positions.get(adapter.current), self._operation_on(adapter.name)
+        )
+
     def _names(self) -> Sequence[str]:
         with self._monitor:
             return self._registry.names
@@ -140,7 +156,7 @@ class Reports:
             with self._monitor:
                 positions = self._residency.device.eviction_order()
                 views += (
-                    adapter_view(adapter, self._page_bytes, positions.get(adapter.current))
+                    self._view(adapter, positions)
                     for adapter in islice(self._matching(batch, matches), count - len(views))
                 )
             if len(views) == count:

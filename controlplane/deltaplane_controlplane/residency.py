@@ -7,23 +7,26 @@ are not good evict nothing. Room on the device is found and reserved in one step
 takes; the copy follows on the device thread; then the version is published as resident.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from deltaplane_controlplane.asks import Asks
 from deltaplane_controlplane.errors import (
+    AbortedError,
     DeltaplaneError,
     FailedPreconditionError,
     ResourceExhaustedError,
     UnavailableError,
 )
 from deltaplane_controlplane.events import EventType
+from deltaplane_controlplane.futures import done, pending
 from deltaplane_controlplane.leases import Lease
-from deltaplane_controlplane.loads import Load, LoadPipeline, pending
+from deltaplane_controlplane.loads import AdapterFiles, Load, LoadPipeline
 from deltaplane_controlplane.monitor import Monitor
-from deltaplane_controlplane.ports import AdapterManifest, DevicePool, HostAdapter
+from deltaplane_controlplane.ports import DevicePool, HostAdapter
 from deltaplane_controlplane.tiers import DeviceTier, HostTier
-from deltaplane_controlplane.versions import Tier, Version
+from deltaplane_controlplane.versions import Eviction, Tier, Version
 
 
 class Recorder(Protocol):
@@ -51,7 +54,7 @@ class Residency:
         monitor: Monitor,
         record: Recorder,
         gone: Callable[[Version], None],
-        pack: Callable[[AdapterManifest], HostAdapter],
+        files: AdapterFiles,
         pool: DevicePool,
         host_cache_bytes: int,
         loader_threads: int,
@@ -65,98 +68,99 @@ class Residency:
         self.loads = self.load_failures = self.evictions = self.hits = self.misses = 0
         self._record = record
         self._gone = gone
-        self._pipeline = LoadPipeline(pack, pool, self, loader_threads)
+        self._pipeline = LoadPipeline(files, pool, self, loader_threads)
         self._clock = clock
         self._leases: set[Lease] = set()
         self._loading: set[Version] = set()
-        self._asked: dict[Version, None] = {}
-        self._wanted: dict[Version, Tier] = {}
+        self._asks = Asks()
+        self._wanted: dict[tuple[Version, Tier], Future[None]] = {}
+        self._leaving: dict[Future[None], tuple[Version, Tier]] = {}
         self._closed = False
 
     # Leases
 
-    def lease(self, version: Version) -> Lease:
-        """A request's lease; counts whether it found the version resident.
+    def lease(self, terms: Sequence[tuple[Version, float]]) -> Lease:
+        """A request's lease on versions with weights, on all or none; counts which it found resident.
 
-        Errors: FailedPreconditionError (the version failed to load), UnavailableError (closed).
+        Errors: FailedPreconditionError (a version failed to load), UnavailableError (closed).
         """
-        self._check_servable(version)
-        lease = self.grant(version)
-        self._touch(version)
-        if lease.hit:
-            version.hits += 1
-            self.hits += 1
-        else:
-            version.misses += 1
-            self.misses += 1
+        for version, _ in terms:
+            self._check_servable(version)
+        lease = self.grant(terms)
+        for member in lease.members:
+            version = member.version
+            self._touch(version)
+            version.hits += member.hit
+            self.hits += member.hit
+            version.misses += not member.hit
+            self.misses += not member.hit
         return lease
 
-    def grant(self, version: Version) -> Lease:
-        lease = Lease(self, version)
+    def grant(self, terms: Iterable[tuple[Version, float]]) -> Lease:
+        lease = Lease(self, terms)
         self._leases.add(lease)
-        version.leases += 1
+        for version in lease.versions:
+            version.leases += 1
         return lease
 
-    def give_back(self, lease: Lease, version: Version) -> None:
+    def give_back(self, lease: Lease) -> None:
         self._leases.discard(lease)
-        version.leases -= 1
-        self._forget_if_unneeded(version)
+        for version in lease.versions:
+            version.leases -= 1
+            self._forget_if_unneeded(version)
 
-    def enter(self, version: Version) -> int:
-        """A sequence begins to use a resident version. Answers the slot."""
-        assert version.placement is not None
-        self._check_servable(version)
-        version.running += 1
-        version.protected = False
-        self._touch(version)
-        return version.placement.slot
+    def enter(self, lease: Lease) -> None:
+        """A sequence begins to use resident versions."""
+        for version in lease.versions:
+            self._check_servable(version)
+        for version in lease.versions:
+            version.running += 1
+            self._touch(version)
+        if self._asks.end(lease.uid):
+            self._came_free()
 
-    def leave(self, version: Version) -> None:
-        """A sequence no longer uses it."""
-        version.running -= 1
-        self._touch(version)
-        if version.running == 0:
-            self._room_appeared()
+    def leave(self, lease: Lease) -> None:
+        """A sequence no longer uses them."""
+        for version in lease.versions:
+            version.running -= 1
+            self._touch(version)
+        if not all(version.running for version in lease.versions):
+            self._came_free()
 
-    def start_asking(self, version: Version) -> None:
-        """A lease waits for a version to become resident."""
-        version.asking += 1
-        self._asked.setdefault(version)
-
-    def stop_asking(self, version: Version) -> None:
-        """A lease waits no longer."""
-        version.asking -= 1
-        if version.asking == 0:
-            del self._asked[version]
-            version.protected = False
-            self._room_appeared()
-
-    def waits_for_room(self, version: Version) -> bool:
-        """Whether leases ask for a version that cannot be loaded as things are."""
-        return (
-            version.asking > 0
-            and not version.resident
-            and version.load is None
-            and self.device.find_room(version.num_pages) is None
-        )
-
-    def demand(self, version: Version) -> None:
-        """Sees to it that a version is on its way to the device, if there can be room for it now. Versions
-        that were asked for earlier, and wait for room, come first.
+    def ask(self, lease: Lease) -> None:
+        """Sees to it that versions are on their way to the device, as far as there can be room for them now.
+        What was asked for earlier, and waits for room, comes first.
 
         Errors: FailedPreconditionError, UnavailableError.
         """
-        self._check_servable(version)
-        if version.load is not None:
-            version.load.tier = Tier.DEVICE
+        for version in lease.versions:
+            self._check_servable(version)
+        self._asks.add(lease)
+        missing = [version for version in lease.versions if not version.resident]
+        for version in missing:
+            if version.load is not None:
+                version.load.tier = Tier.DEVICE
+        if all(version.load is not None for version in missing):
             return
-        problem = self._device_problem(version)
+        problem = self._device_problem(lease.versions)
         if problem:
             raise FailedPreconditionError(problem, reason="NO_ROOM_BESIDE_PINS")
-        for asked in (*self._asked, version):
+        for asked in list(self._asks):
             idle = not (asked.resident or asked.load or asked.failure or asked.expelled)
             if idle and self._may_find_room(asked, Tier.DEVICE):
                 self._begin(Load(asked, Tier.DEVICE))
+
+    def stop_asking(self, lease: Lease) -> None:
+        """A lease waits no longer. Idempotent."""
+        if self._asks.discard(lease):
+            self._came_free()
+
+    def waits_for_room(self, lease: Lease) -> bool:
+        """Whether versions that are asked for cannot all be loaded as things are."""
+        return lease.uid in self._asks and any(
+            not version.resident and version.load is None and self._find_room(version) is None
+            for version in lease.versions
+        )
 
     # Loads
 
@@ -168,14 +172,10 @@ class Residency:
         """
         if self._closed:
             raise _closed()
+        self.check_load(version, tier)
         version.failure = None
         if version.is_in(tier):
-            arrived = pending()
-            arrived.set_result(None)
-            return arrived
-        problem = self._device_problem(version) if tier is Tier.DEVICE else ""
-        if problem:
-            raise ResourceExhaustedError(problem, reason="NO_ROOM_BESIDE_PINS")
+            return done(None)
         load = version.load or Load(version, tier)
         waiter = load.waiter(tier)
         if version.load is None:
@@ -184,16 +184,29 @@ class Residency:
             load.tier = tier
         return waiter
 
-    def keep_in(self, version: Version, tier: Tier) -> None:
-        """Brings a pinned version to its tier as soon as there is room."""
-        if not self._closed:
-            self._wanted[version] = tier
-            self._serve_wanted()
+    def check_load(self, version: Version, tier: Tier) -> None:
+        """Errors: ResourceExhaustedError, where a version can never come to a tier as things are pinned."""
+        problem = self._device_problem((version,)) if tier is Tier.DEVICE else ""
+        if problem:
+            raise ResourceExhaustedError(problem, reason="NO_ROOM_BESIDE_PINS")
+
+    def keep_in(self, version: Version, tier: Tier) -> Future[None]:
+        """Brings a pinned version to its tier as soon as there is room.
+
+        The answer resolves when it is there, or with FailedPreconditionError (the load failed), AbortedError
+        (it is not pinned there any more) or UnavailableError (closed).
+        """
+        if self._closed:
+            raise _closed()
+        arrival = self._wanted.setdefault((version, tier), pending())
+        self._serve_wanted()
+        return arrival
 
     def stop_keeping(self, version: Version) -> None:
-        """A version is no longer pinned."""
-        self._wanted.pop(version, None)
-        self._room_appeared()
+        """The pins of a version have changed, or it is no longer the one that they hold."""
+        gone = [key for key in self._wanted if key[0] is version and key[1] not in version.pins]
+        self._drop_wanted(gone, AbortedError(f"adapter {version} is not pinned any more", reason="UNPINNED"))
+        self._came_free()
 
     def packed(self, load: Load, adapter: HostAdapter) -> None:
         with self.monitor:
@@ -214,10 +227,10 @@ class Residency:
         with self.monitor:
             version = load.version
             self.device.publish(version)
-            version.protected = version.asking > 0
+            version.protected = version.uid in self._asks
             version.loads += 1
             self.loads += 1
-            version.last_load = load.timings()
+            version.last_load = load.timings(self._clock())
             self._record(EventType.LOADED, version, tier=Tier.DEVICE)
             self._end(load)
 
@@ -227,11 +240,12 @@ class Residency:
             if version.placement is not None and not version.resident:
                 self.device.remove(version)
             self.load_failures += 1
-            self._wanted.pop(version, None)
+            error = _load_failed(version, reason)
+            self._drop_wanted([key for key in self._wanted if key[0] is version], error)
             if not version.resident:
                 version.failure = reason
             self._record(EventType.FAILED, version, reason)
-            self._end(load, _load_failed(version, reason))
+            self._end(load, error)
 
     # Evictions and ends
 
@@ -240,30 +254,53 @@ class Residency:
 
         Errors: FailedPreconditionError (pinned, in use, or a load is under way), UnavailableError (closed).
         """
-        if self._closed:
-            raise _closed()
-        if not (version.is_in(tier) or version.is_in(Tier.DEVICE) or version.load is not None):
-            return
-        busy = self._why_busy(version, tier)
-        if busy:
-            raise FailedPreconditionError(f"{version} cannot be evicted: {busy}", reason="ADAPTER_IN_USE")
+        self.check_evict(version, tier)
         if version.resident:
             self._evict_from_device(version, "by an administrator")
         if tier is Tier.HOST and version.host is not None:
             self._evict_from_host(version, "by an administrator")
         self._room_appeared()
 
+    def check_evict(self, version: Version, tier: Tier) -> None:
+        """Errors: as `evict`."""
+        if self._closed:
+            raise _closed()
+        why = self._why_pinned(version, tier) or (
+            self._why_busy(version) if version.tiers or version.load is not None else ""
+        )
+        if why:
+            raise FailedPreconditionError(f"{version} cannot be evicted: {why}", reason="ADAPTER_IN_USE")
+
+    def evict_when_idle(self, version: Version, tier: Tier) -> Future[None]:
+        """Takes a version out of a tier as soon as nothing uses it; requests that come meanwhile may.
+
+        Errors: FailedPreconditionError (pinned), UnavailableError (closed); the answer's: the same.
+        """
+        if self._closed:
+            raise _closed()
+        pinned = self._why_pinned(version, tier)
+        if pinned:
+            raise FailedPreconditionError(f"{version} cannot be evicted: {pinned}", reason="ADAPTER_IN_USE")
+        end: Future[None] = pending()
+        self._leaving[end] = version, tier
+        self._serve_leaving()
+        return end
+
+    def stop_evicting(self, end: Future[None]) -> None:
+        """Nobody waits any more for what `evict_when_idle` answered."""
+        self._leaving.pop(end, None)
+
     def end_hold(self, version: Version) -> None:
         """An administrator no longer keeps the version where it is."""
         version.holds -= 1
-        self._room_appeared()
+        self._came_free()
 
     def retire(self, version: Version, reason: str = "") -> None:
         """The version is to go when its last lease has ended, which may be now."""
         if not version.draining:
             version.draining = True
             self._record(EventType.DRAINING, version, reason)
-        self._wanted.pop(version, None)
+        self.stop_keeping(version)
         self._forget_if_unneeded(version)
 
     def expel(self, version: Version) -> None:
@@ -276,7 +313,10 @@ class Residency:
         """Ends loads under way with UnavailableError and waits for the threads. Idempotent."""
         with self.monitor:
             self._closed = True
-            self._wanted.clear()
+            self._drop_wanted(list(self._wanted), _closed())
+            for end in self._leaving:
+                self.monitor.after(end.set_exception, _closed())
+            self._leaving.clear()
         self._pipeline.close_packers()
         self._pipeline.close_device()
         with self.monitor:
@@ -299,7 +339,7 @@ class Residency:
     @property
     def waiting(self) -> set[str]:
         """Names of adapters with requests that do not run."""
-        return {lease.adapter for lease in self._leases if lease.slot is None}
+        return {v.adapter.name for lease in self._leases if lease.slot is None for v in lease.versions}
 
     def check_integrity(self, versions: Iterable[Version]) -> None:
         """Asserts that the books of these, which must be all versions there are, agree with each other."""
@@ -307,23 +347,23 @@ class Residency:
         self.host.check_integrity(known)
         self.device.check_integrity(known)
         assert {v for v in known if v.load is not None} == self._loading
-        assert set(self._asked) == {v for v in known if v.asking}
-        held = {version: [0, 0, 0] for version in known}
+        self._asks.check_integrity(known)
+        assert set(self._asks.leases()) <= self._leases
+        held = {version: [0, 0] for version in known}
         for lease in self._leases:
-            counts = held[lease.held]
-            counts[0] += 1
-            counts[1] += lease.slot is not None
-            counts[2] += lease.is_asking
-            place = lease.held.placement
-            assert lease.slot is None or (place is not None and lease.slot == place.slot)
+            for version in lease.versions:
+                held[version][0] += 1
+                held[version][1] += lease.slot is not None
+            assert lease.slot is None or lease.slot == lease.place(), f"{lease.adapter} has moved"
         for version, counts in held.items():
-            assert counts == [version.leases, version.running, version.asking], f"{version}: leases {counts}"
+            assert counts == [version.leases, version.running], f"{version}: leases {counts}"
             assert version.resident or not (version.running or version.protected), f"{version} runs unloaded"
-            assert not version.protected or version.asking
             assert not version.is_forgettable, f"{version} should be gone"
             assert version.failure is None or not version.resident
             assert version.holds >= 0
-        assert self._wanted.keys() <= known
+        assert {version for version, _ in self._wanted} <= known
+        assert all(tier in version.pins for version, tier in self._wanted)
+        assert {version for version, _ in self._leaving.values()} <= known
 
     # Steps of a load
 
@@ -347,13 +387,13 @@ class Residency:
             self._evict_from_host(victim, f"room for {version}")
         self.host.add(version, adapter)
         if load.tier is Tier.HOST or Tier.HOST in load.waiters:
-            version.last_load = load.timings()
+            version.last_load = load.timings(self._clock())
             self._record(EventType.LOADED, version, tier=Tier.HOST)
 
     def _place(self, load: Load, adapter: HostAdapter) -> None:
         """Reserves room on the device, evicting what it takes, and has the copy made."""
         version = load.version
-        victims = self.device.find_room(version.num_pages)
+        victims = self._find_room(version)
         if victims is None:
             self._end(load)
             return
@@ -374,22 +414,47 @@ class Residency:
         self.monitor.after(self.on_ready)
         if error is not None or version.is_in(load.tier):
             self._serve_wanted()
+        self._serve_leaving()
         self._forget_if_unneeded(version)
 
     def _serve_wanted(self) -> None:
         """Begins the loads of pinned versions for which there is room now."""
-        for version, tier in list(self._wanted.items()):
+        for (version, tier), arrival in list(self._wanted.items()):
             if version.is_in(tier):
-                self._wanted.pop(version, None)
+                if self._wanted.pop((version, tier), None) is not None:
+                    self.monitor.after(arrival.set_result, None)
             elif version.load is not None:
                 if tier is Tier.DEVICE:
                     version.load.tier = tier
             elif version.failure is None and self._may_find_room(version, tier):
                 self._begin(Load(version, tier))
 
+    def _drop_wanted(self, keys: Iterable[tuple[Version, Tier]], error: DeltaplaneError) -> None:
+        for key in keys:
+            self.monitor.after(self._wanted.pop(key).set_exception, error)
+
+    def _serve_leaving(self) -> None:
+        """Evicts the versions that were to go as soon as nothing uses them and that nothing uses now."""
+        for end, (version, tier) in list(self._leaving.items()):
+            if self._why_busy(version) and not self._why_pinned(version, tier):
+                continue
+            if self._leaving.pop(end, None) is None:
+                continue  # evicting another one made room, which came back to here
+            try:
+                self.evict(version, tier)
+            except DeltaplaneError as error:
+                self.monitor.after(end.set_exception, error)
+            else:
+                self.monitor.after(end.set_result, None)
+
+    def _came_free(self) -> None:
+        """Something uses a version no longer."""
+        self._serve_leaving()
+        self._room_appeared()
+
     def _room_appeared(self) -> None:
         self._serve_wanted()
-        if self._asked:
+        if self._asks:
             self.monitor.after(self.on_ready)
 
     # Questions
@@ -406,27 +471,38 @@ class Residency:
 
     def _may_find_room(self, version: Version, tier: Tier) -> bool:
         """Whether a load that begins now would have somewhere to go."""
-        on_device = tier is Tier.DEVICE and self.device.find_room(version.num_pages) is not None
+        on_device = tier is Tier.DEVICE and self._find_room(version) is not None
         if on_device or version.host is not None:
             return on_device
         return self.host.find_room(version.manifest.host_bytes) is not None
 
-    def _device_problem(self, version: Version) -> str:
-        """Why the version could not come to the device even if all requests ended; empty where it could."""
-        pinned, total = self.device.num_pinned_pages, self.device.pages.num_pages
-        if version.resident or not total - pinned < version.num_pages <= total:
-            return ""
-        return (
-            f"adapter {version} needs {version.num_pages} rank pages, and {pinned} of the "
-            f"{total} on the device are pinned: unpin adapters to make room"
-        )
+    def _find_room(self, version: Version) -> list[Version] | None:
+        """Versions whose going makes room for one on the device; None where there cannot be."""
+        return self.device.find_room(version.num_pages, self._asks.may_go_for(version))
 
-    def _why_busy(self, version: Version, tier: Tier) -> str:
-        """What forbids an administrator to evict a version; empty where nothing does."""
-        pinned = version.pinned_tier
-        if pinned is not None and (pinned is tier or tier is Tier.HOST):
-            return f"it is pinned in tier {pinned.name}; unpin it first"
-        if version.running or version.protected:
+    def _device_problem(self, versions: Sequence[Version]) -> str:
+        """Why versions could not be on the device together even if all requests ended; empty where they
+        could."""
+        if all(version.resident for version in versions):
+            return ""
+        device = self.device
+        pinned = [v for v in device.order if Tier.DEVICE in v.pins]
+        others = [v for v in versions if v not in pinned]
+        num_pages = sum(v.num_pages for v in others)
+        problem = _problem_beside_pins(
+            num_pages, device.num_pinned_pages, device.pages.num_pages, "rank pages"
+        ) or _problem_beside_pins(len(others), len(pinned), device.num_slots, "slots")
+        names = ", ".join(map(str, versions))
+        return f"adapter {names} needs {problem}: unpin adapters to make room" if problem else ""
+
+    def _why_pinned(self, version: Version, tier: Tier) -> str:
+        """Which pin forbids to evict a version; empty where none does. Out of host memory is out of both."""
+        pins = [pin for pin in Tier if pin in version.pins and tier in (pin, Tier.HOST)]
+        return f"it is pinned in tier {pins[-1].name}; unpin it first" if pins else ""
+
+    def _why_busy(self, version: Version) -> str:
+        """What uses a version, so that it cannot be evicted; empty where nothing does."""
+        if version.running or version.protected or version.claims:
             return f"sequences that use it: {version.running}, requests about to: {version.asking}"
         if version.load is not None:
             return "a load is under way"
@@ -459,10 +535,12 @@ class Residency:
         self._clear(self.device.remove(version))
         version.evictions += 1
         self.evictions += 1
+        version.last_eviction = Eviction(Tier.DEVICE, why, self._clock())
         self._record(EventType.EVICTED, version, why, tier=Tier.DEVICE)
 
     def _evict_from_host(self, version: Version, why: str) -> None:
         self.host.remove(version)
+        version.last_eviction = Eviction(Tier.HOST, why, self._clock())
         self._record(EventType.EVICTED, version, why, tier=Tier.HOST)
 
     def _forget_if_unneeded(self, version: Version) -> None:
@@ -472,12 +550,22 @@ class Residency:
             self._clear(self.device.remove(version))
         if version.host is not None:
             self.host.remove(version)
+        for end in [end for end, (leaving, _) in self._leaving.items() if leaving is version]:
+            del self._leaving[end]
+            self.monitor.after(end.set_result, None)
         self._gone(version)
         self._room_appeared()
 
     def _clear(self, slot: int) -> None:
         if not self._closed:
             self._pipeline.clear(slot)
+
+
+def _problem_beside_pins(needed: int, pinned: int, total: int, what: str) -> str:
+    """Why there are too few; empty where there are enough, or where there were too few without pins too."""
+    if total - pinned < needed <= total:
+        return f"{needed} {what}, and {pinned} of the {total} on the device are pinned"
+    return ""
 
 
 def _load_failed(version: Version, reason: str) -> FailedPreconditionError:

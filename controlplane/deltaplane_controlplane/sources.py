@@ -3,9 +3,14 @@
 import os
 import threading
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+
+MAX_SOURCE_LENGTH = 4096
+MAX_ENTRIES = 4096
+"""Of an adapter's folder."""
 
 
 class AllowedRoots:
@@ -14,13 +19,13 @@ class AllowedRoots:
     A path is checked when it is registered, again after it was inspected, and again before each load, so
     that a link that is changed in between is found; what is read must also have the registered digest.
 
-    uploads: the server's own folder of uploaded adapters, links resolved. No root opens it: what is in it
-    belongs to the adapter that it was uploaded for, and goes with it.
+    store: the server's own folder of uploaded and fetched adapters, links resolved. No root opens it: what
+    is in it belongs to the adapter that it came for, and goes with it.
     """
 
-    def __init__(self, roots: Iterable[Path] = (), uploads: Path | None = None) -> None:
+    def __init__(self, roots: Iterable[Path] = (), store: Path | None = None) -> None:
         self._roots = tuple(dict.fromkeys(_real(root) for root in roots))
-        self._uploads = uploads
+        self._store = store
         self._lock = threading.Lock()
 
     def trust(self, folder: Path) -> None:
@@ -36,24 +41,30 @@ class AllowedRoots:
     def resolve(self, source: str, field: str = "source", *, is_known: bool = False) -> Path:
         """The real path of an adapter's folder.
 
-        is_known: the server itself names it, for an adapter that was uploaded or registered: it may be an
-            upload.
+        is_known: the server itself names it, for an adapter that came to it or is registered: it may
+            be in the store.
         Errors: InvalidArgumentError (on `field`), which names the allowed roots. It does not tell what
         there is outside of them.
         """
+        if len(source) > MAX_SOURCE_LENGTH:
+            raise _refused(field, f"{len(source)} characters; a path has at most {MAX_SOURCE_LENGTH}")
         if not os.path.isabs(source) or "\0" in source:
             raise _refused(field, f"{source!r} is not an absolute path; adapters come from {self}")
-        folder = _real(Path(source))
-        self._check_inside(folder, source, field, is_known)
+        self._check_inside(_real(Path(source)), source, field, is_known)
         try:
-            names = os.listdir(folder)
+            # Strictly: where links form a loop, realpath leaves the rest of the path as it is.
+            folder = Path(os.path.realpath(source, strict=True))
+            self._check_inside(folder, source, field, is_known)
+            links = _links_in(folder)
         except FileNotFoundError:
             raise _unreadable(field, f"there is no folder {source!r}") from None
         except NotADirectoryError:
             raise _unreadable(field, f"{source!r} is not a folder; name the folder of the adapter") from None
         except OSError as error:
             raise _unreadable(field, f"{source!r} cannot be read: {error.strerror}") from None
-        for name in names:
+        if links is None:
+            raise _unreadable(field, f"{source!r} has over {MAX_ENTRIES} entries; an adapter has a few")
+        for name in links:
             self._check_inside(_real(folder / name), f"{source}/{name}", field, is_known)
         return folder
 
@@ -61,9 +72,9 @@ class AllowedRoots:
         return ", ".join(map(str, self._roots)) or "no folder: start the server with --adapter-roots"
 
     def _check_inside(self, path: Path, shown: str, field: str, is_known: bool) -> None:
-        if self._uploads is not None and path.is_relative_to(self._uploads):
+        if self._store is not None and path.is_relative_to(self._store):
             if not is_known:
-                raise _refused(field, f"{shown!r} is an upload, and belongs to the adapter that it came for")
+                raise _refused(field, f"{shown!r} belongs to the adapter that it came for")
         elif not any(path.is_relative_to(root) for root in self._roots):
             raise _refused(
                 field,
@@ -73,6 +84,13 @@ class AllowedRoots:
 
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
+
+
+def _links_in(folder: Path) -> list[str] | None:
+    """The names of the links in a folder; None where it has too many entries."""
+    with os.scandir(folder) as scan:
+        entries = list(islice(scan, MAX_ENTRIES + 1))
+    return None if len(entries) > MAX_ENTRIES else [entry.name for entry in entries if entry.is_symlink()]
 
 
 def _refused(field: str, description: str) -> InvalidArgumentError:

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from deltaplane_controlplane.errors import (
     AbortedError,
     AlreadyExistsError,
+    CancelledError,
     DeadlineExceededError,
     DeltaplaneError,
     FailedPreconditionError,
@@ -19,8 +20,8 @@ from deltaplane_controlplane.errors import (
     OutOfRangeError,
     ResourceExhaustedError,
     RetryableError,
+    UnauthenticatedError,
     UnavailableError,
-    UnimplementedError,
 )
 
 DOMAIN = "deltaplane"
@@ -36,7 +37,8 @@ CODES: dict[type[DeltaplaneError], grpc.StatusCode] = {
     ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    UnimplementedError: grpc.StatusCode.UNIMPLEMENTED,
+    CancelledError: grpc.StatusCode.CANCELLED,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     InternalError: grpc.StatusCode.INTERNAL,
 }
 

@@ -3,6 +3,9 @@
 They only keep the books: who is where, who may go, who goes first.
 """
 
+from collections.abc import Iterable
+from itertools import chain
+
 from deltaplane_controlplane.lru import LruOrder, choose_victims
 from deltaplane_controlplane.ports import HostAdapter
 from deltaplane_controlplane.rank_pages import RankPageAllocator
@@ -20,9 +23,7 @@ class HostTier:
     @staticmethod
     def is_evictable(version: Version) -> bool:
         """Whether nothing needs the copy: no load under way, nobody asking, no hold, no pin here."""
-        return not (
-            version.load is not None or version.asking or version.holds or version.pinned_tier is Tier.HOST
-        )
+        return not (version.load is not None or version.asking or version.holds or Tier.HOST in version.pins)
 
     def find_room(self, nbytes: int) -> list[Version] | None:
         """Versions whose going makes room; empty where there is room, None where there cannot be."""
@@ -73,11 +74,13 @@ class DeviceTier:
         return self.occupants.count(None)
 
     @staticmethod
-    def is_evictable(version: Version) -> bool:
-        """Whether nothing uses it: no running sequence, no lease it was loaded for, no hold, no pin here."""
-        return not (
-            version.running or version.protected or version.holds or version.pinned_tier is Tier.DEVICE
-        )
+    def is_in_use(version: Version) -> bool:
+        """Whether it must stay: a running sequence, a lease it was loaded for, a hold, a pin here."""
+        return bool(version.running or version.protected or version.holds or Tier.DEVICE in version.pins)
+
+    def is_evictable(self, version: Version) -> bool:
+        """Whether nothing uses it, nor gathers it for a composition."""
+        return not (version.claims or self.is_in_use(version))
 
     @property
     def evictable(self) -> list[Version]:
@@ -91,15 +94,17 @@ class DeviceTier:
     @property
     def num_pinned_pages(self) -> int:
         return sum(
-            len(v.placement.pages)
-            for v in self.order
-            if v.placement is not None and v.pinned_tier is Tier.DEVICE
+            len(v.placement.pages) for v in self.order if v.placement is not None and Tier.DEVICE in v.pins
         )
 
-    def find_room(self, num_pages: int) -> list[Version] | None:
-        """Versions whose going makes room for one of `num_pages`; None where there cannot be."""
+    def find_room(self, num_pages: int, claimed: Iterable[Version] = ()) -> list[Version] | None:
+        """Versions whose going makes room for one of `num_pages`; None where there cannot be.
+
+        claimed: that may go too, after those which are evictable.
+        """
         shortage = (1 - self.num_free_slots, num_pages - self.pages.num_free)
-        return choose_victims(filter(self.is_evictable, self.order), shortage, _device_gain)
+        taken = (v for v in claimed if v.resident and not self.is_in_use(v))
+        return choose_victims(chain(filter(self.is_evictable, self.order), taken), shortage, _device_gain)
 
     def reserve(self, version: Version) -> Placement:
         """Takes the first free slot and pages, which must be there, for a version on its way."""

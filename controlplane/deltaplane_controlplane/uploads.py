@@ -14,7 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from deltaplane.v1 import adapters_pb2 as pb
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.admission import check_labels, check_name
+from deltaplane_controlplane.conversion import tier_argument
 from deltaplane_controlplane.errors import (
     DeadlineExceededError,
     FieldViolation,
@@ -22,7 +24,8 @@ from deltaplane_controlplane.errors import (
     ResourceExhaustedError,
 )
 from deltaplane_controlplane.manager import AdapterManager
-from deltaplane_controlplane.upload_folder import ExpectedFile, Upload, UploadFolder
+from deltaplane_controlplane.upload_files import ExpectedFile, Upload
+from deltaplane_controlplane.upload_terms import UploadTerms
 from deltaplane_controlplane.views import AdapterView
 
 ACCEPTED = ("x-deltaplane-upload", "accepted")
@@ -60,9 +63,9 @@ class Uploads:
     away does not stop it, as with any change.
     """
 
-    def __init__(self, manager: AdapterManager, folder: UploadFolder, limits: UploadLimits) -> None:
+    def __init__(self, manager: AdapterManager, store: AdapterStore, limits: UploadLimits) -> None:
         self._manager = manager
-        self._folder = folder
+        self._store = store
         self._limits = limits
         self._under_way = 0
         self._threads = ThreadPoolExecutor(limits.max_at_once, thread_name_prefix="adapter-upload")
@@ -80,10 +83,13 @@ class Uploads:
         messages = _Messages(requests, self._limits.stall_timeout_s)
         header = await messages.header()
         files = check_header(header, self._limits)
-        self._manager.check_upload(header.name, replace=header.replace)
+        terms = _terms(header, files)
+        earlier = self._manager.check_upload(terms)
+        if earlier is not None:
+            return earlier
         with self._turn():
             await accept()
-            upload = Upload(self._folder, files)
+            upload = Upload(self._store, files)
             try:
                 async with aclosing(messages.chunks(sum(file.num_bytes for file in files))) as chunks:
                     async for chunk in chunks:
@@ -91,23 +97,21 @@ class Uploads:
             except BaseException:
                 self._discard(upload)
                 raise
-            return await asyncio.shield(self._on_thread(partial(self._register, upload, header)))
+            return await asyncio.shield(self._on_thread(partial(self._register, upload, terms)))
 
     def close(self) -> None:
         """Waits for what is under way; called after the gRPC server has stopped."""
         self._threads.shutdown()
 
-    def _register(self, upload: Upload, header: pb.UploadHeader) -> AdapterView:
+    def _register(self, upload: Upload, terms: UploadTerms) -> AdapterView:
         """Runs to its end, whoever waits for it."""
         try:
             folder = str(upload.commit())
-            view = self._manager.register_upload(
-                header.name, folder, labels=dict(header.labels), replace=header.replace
-            )
+            view = self._manager.register_upload(folder, terms)
         except BaseException:
             upload.discard()
             raise
-        if view.manifest.source != folder:  # it has the same files elsewhere
+        if terms.validate_only or view.manifest.path != folder:  # or it has the same files elsewhere
             upload.discard()
         return view
 
@@ -186,6 +190,21 @@ class _Messages:
                 f"the client sent nothing for {self._stall_timeout_s:g} s: upload it again",
                 reason="UPLOAD_STALLED",
             ) from None
+
+
+def _terms(header: pb.UploadHeader, files: Sequence[ExpectedFile]) -> UploadTerms:
+    """Errors: InvalidArgumentError (the tier)."""
+    return UploadTerms(
+        name=header.name,
+        digests={file.name: file.sha256 for file in files},
+        labels=dict(header.labels),
+        replace=header.replace,
+        etag=header.etag,
+        keep_previous=header.keep_previous,
+        load_tier=tier_argument(header.load_tier, "header.load_tier"),
+        validate_only=header.validate_only,
+        idempotency_key=header.idempotency_key,
+    )
 
 
 def check_header(header: pb.UploadHeader, limits: UploadLimits) -> tuple[ExpectedFile, ...]:

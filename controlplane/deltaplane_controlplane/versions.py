@@ -6,7 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from deltaplane_controlplane.ports import AdapterManifest, HostAdapter, rank_pages
+from deltaplane_controlplane.ports import AdapterManifest, HostAdapter
 
 if TYPE_CHECKING:
     from deltaplane_controlplane.loads import Load
@@ -21,13 +21,22 @@ class Tier(Enum):
     DEVICE = "device"
 
 
+NO_PINS: frozenset[Tier] = frozenset()
+
+
+def highest(pins: frozenset[Tier]) -> Tier | None:
+    """The tier that matters most: the device, else host memory, else None."""
+    return Tier.DEVICE if Tier.DEVICE in pins else next(iter(pins), None)
+
+
 class AdapterState(Enum):
     """What becomes of a version.
 
-    REGISTERED > LOADING > HOST > RESIDENT > DRAINING > gone; FAILED has a reason and is healed by an
-    administrator.
+    FETCHING > REGISTERED > LOADING > HOST > RESIDENT > DRAINING > gone; FAILED has a reason and is healed by
+    an administrator.
     """
 
+    FETCHING = "FETCHING"
     REGISTERED = "REGISTERED"
     LOADING = "LOADING"
     HOST = "HOST"
@@ -38,12 +47,25 @@ class AdapterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadTimings:
-    """Milliseconds of the stages of a load: waiting for a loader thread, reading, packing, copying."""
+    """Milliseconds of the stages of a load: waiting for a loader thread, reading, packing, copying.
+
+    end: when the load ended, in seconds since the epoch.
+    """
 
     queue_ms: float = 0.0
     read_ms: float = 0.0
     pack_ms: float = 0.0
     copy_ms: float = 0.0
+    end: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """A version left a tier. time: seconds since the epoch."""
+
+    tier: Tier
+    reason: str
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +89,10 @@ class Version:
     failure: why the last load failed; None where it did not.
 
     leases: requests that hold it. running: those whose sequences use it in steps. asking: those that wait
-    for it to become resident.
+    for it to become resident, alone or together with others. claims: compositions among what those ask for.
     protected: it was loaded for leases that ask, and none of them has had it yet.
     holds: administrators who keep it where it is for a moment.
+    kept_pins: where it is pinned while it is not the current version.
 
     draining: no longer current and not kept; it goes when its last lease ends.
     drain_deadline: when its leases are to be aborted, in seconds of the monotonic clock.
@@ -93,8 +116,10 @@ class Version:
     leases: int = 0
     running: int = 0
     asking: int = 0
+    claims: int = 0
     protected: bool = False
     holds: int = 0
+    kept_pins: frozenset[Tier] = NO_PINS
 
     draining: bool = False
     drain_deadline: float | None = None
@@ -106,19 +131,20 @@ class Version:
     evictions: int = 0
     last_use: float | None = None
     last_load: LoadTimings | None = None
+    last_eviction: Eviction | None = None
 
     def __str__(self) -> str:
         return f"{self.adapter.name}@{self.number}"
 
     @property
     def num_pages(self) -> int:
-        """Rank pages that it takes on the device."""
-        return rank_pages(self.manifest.rank)
+        """Pages that it takes on the device."""
+        return self.manifest.num_pages
 
     @property
-    def pinned_tier(self) -> Tier | None:
-        """Where it is pinned: a pin belongs to the name and holds its current version."""
-        return self.adapter.pinned_tier if self.adapter.current is self else None
+    def pins(self) -> frozenset[Tier]:
+        """Where it is pinned: the current version where the adapter is, another where it is itself."""
+        return self.adapter.pins if self.adapter.current is self else self.kept_pins
 
     @property
     def is_forgettable(self) -> bool:
@@ -129,7 +155,15 @@ class Version:
         return self.resident if tier is Tier.DEVICE else self.host is not None
 
     @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where its weights are."""
+        host = () if self.host is None else (Tier.HOST,)
+        return (*host, Tier.DEVICE) if self.resident else host
+
+    @property
     def state(self) -> AdapterState:
+        if self.adapter.fetching:
+            return AdapterState.FETCHING
         if self.draining:
             return AdapterState.DRAINING
         if self.resident:
@@ -160,7 +194,9 @@ class Adapter:
 
     others: versions that are kept for a rollback or draining, in order of number.
     revision: of the catalogue when an administrator last changed the adapter; its etag.
+    pins: where its current version is kept, whichever that is.
     deleted: it is known only until its last lease ends.
+    fetching: it is known only to show that its files are on their way; its version is one of no files.
     create_time, update_time: seconds since the epoch.
     """
 
@@ -169,8 +205,9 @@ class Adapter:
     update_time: float
     revision: int
     labels: Mapping[str, str]
-    pinned_tier: Tier | None = None
+    pins: frozenset[Tier] = NO_PINS
     deleted: bool = False
+    fetching: bool = False
     others: tuple[Version, ...] = ()
     current: Version = field(init=False)
 
@@ -181,6 +218,10 @@ class Adapter:
     @property
     def state(self) -> AdapterState:
         return self.current.state
+
+    @property
+    def manifest(self) -> AdapterManifest:
+        return self.current.manifest
 
     @property
     def versions(self) -> Iterator[Version]:
@@ -200,12 +241,14 @@ class Adapter:
         """An administrator deleted it; its versions drain."""
         self.mark_changed(revision, now)
         self.deleted = True
-        self.pinned_tier = None
+        self.pins = NO_PINS
         for version in self.versions:
             version.draining = True
+            version.kept_pins = NO_PINS
 
     def replace_current(self, version: Version) -> None:
-        """Makes a version current; the one before joins the others."""
+        """Makes a version current, which ends the pins of its own; the one before joins the others."""
+        version.kept_pins = NO_PINS
         rest = {v.number: v for v in self.versions if v is not version}
         self.others = tuple(rest[number] for number in sorted(rest))
         self.current = version

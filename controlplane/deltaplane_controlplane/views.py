@@ -6,27 +6,42 @@ Built while the manager's monitor is held, read without it. Times are seconds si
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltaplane_controlplane.ports import AdapterManifest, rank_pages
-from deltaplane_controlplane.versions import Adapter, AdapterState, LoadTimings, Tier, Version
+from deltaplane_controlplane.ports import AdapterManifest
+from deltaplane_controlplane.versions import (
+    NO_PINS,
+    Adapter,
+    AdapterState,
+    Eviction,
+    LoadTimings,
+    Tier,
+    Version,
+    highest,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """A version that is not the current one."""
+    """A version that is not the current one. tiers: where its weights are. pins: where it is pinned."""
 
     number: int
     digest: str
+    source: str
+    rank: int
     state: AdapterState
     state_reason: str
     leases: int
     slot: int | None
+    tiers: tuple[Tier, ...]
+    pins: frozenset[Tier]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
     """An adapter and its current version (see Adapter in adapters.proto).
 
-    version: 0 where the adapter was only checked and not registered.
+    version: 0 where the adapter is not registered: it was only checked, or is being fetched.
+    operation: the id of an operation on it; empty for none.
+    tiers: where its weights are. pins: where it is pinned.
     slot, pages: where it is resident.
     lru_position: its place in the order of eviction from the device; None where it cannot be evicted.
     device_bytes, host_bytes: what it takes there, or would take.
@@ -39,7 +54,9 @@ class AdapterView:
     manifest: AdapterManifest
     state: AdapterState
     state_reason: str
-    pinned_tier: Tier | None
+    operation: str
+    tiers: tuple[Tier, ...]
+    pins: frozenset[Tier]
     leases: int
     running: int
     slot: int | None
@@ -56,6 +73,12 @@ class AdapterView:
     misses: int
     evictions: int
     last_load: LoadTimings | None
+    last_eviction: Eviction | None
+
+    @property
+    def pinned_tier(self) -> Tier | None:
+        """The highest tier where it is pinned."""
+        return highest(self.pins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +120,15 @@ class TierCapacity:
 
 @dataclass(frozen=True, slots=True)
 class RankCapacity:
-    """How many more adapters of a rank fit: as things are, with all evictable ones gone, in host memory."""
+    """How many more adapters of a rank fit: as things are, with all evictable ones gone, in host memory, and
+    pinned on the device."""
 
     rank: int
     pages: int
     fit_free: int
     fit_available: int
     fit_host: int
+    fit_pinned: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +145,9 @@ class CapacityView:
     max_lora_rank: int
     by_rank: tuple[RankCapacity, ...]
     registered_adapters: int
+    pinned_slots: int
+    max_pinned_slots: int
+    pinned_rank_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +170,9 @@ class AdapterStats:
     waiting: tuple[str, ...]
 
 
-def adapter_view(adapter: Adapter, page_bytes: int, lru_position: int | None) -> AdapterView:
+def adapter_view(
+    adapter: Adapter, page_bytes: int, lru_position: int | None, operation: str = ""
+) -> AdapterView:
     """The picture of an adapter. page_bytes: of one rank page."""
     version = adapter.current
     slot, pages = _place(version)
@@ -154,7 +184,9 @@ def adapter_view(adapter: Adapter, page_bytes: int, lru_position: int | None) ->
         manifest=version.manifest,
         state=version.state,
         state_reason=version.state_reason,
-        pinned_tier=adapter.pinned_tier,
+        operation=operation,
+        tiers=version.tiers,
+        pins=adapter.pins,
         leases=version.leases,
         running=version.running,
         slot=slot,
@@ -171,6 +203,7 @@ def adapter_view(adapter: Adapter, page_bytes: int, lru_position: int | None) ->
         misses=version.misses,
         evictions=version.evictions,
         last_load=version.last_load,
+        last_eviction=version.last_eviction,
     )
 
 
@@ -184,7 +217,9 @@ def preview(name: str, manifest: AdapterManifest, labels: Mapping[str, str], pag
         manifest=manifest,
         state=AdapterState.REGISTERED,
         state_reason="checked only, nothing was changed",
-        pinned_tier=None,
+        operation="",
+        tiers=(),
+        pins=NO_PINS,
         leases=0,
         running=0,
         slot=None,
@@ -192,7 +227,7 @@ def preview(name: str, manifest: AdapterManifest, labels: Mapping[str, str], pag
         lru_position=None,
         other_versions=(),
         host_bytes=manifest.host_bytes,
-        device_bytes=rank_pages(manifest.rank) * page_bytes,
+        device_bytes=manifest.num_pages * page_bytes,
         create_time=None,
         update_time=None,
         last_use_time=None,
@@ -201,6 +236,7 @@ def preview(name: str, manifest: AdapterManifest, labels: Mapping[str, str], pag
         misses=0,
         evictions=0,
         last_load=None,
+        last_eviction=None,
     )
 
 
@@ -215,7 +251,7 @@ def slot_view(slot: int, version: Version | None, page_bytes: int, lru_position:
         rank=version.manifest.rank,
         pages=version.placement.pages,
         device_bytes=len(version.placement.pages) * page_bytes,
-        pinned=version.pinned_tier is Tier.DEVICE,
+        pinned=Tier.DEVICE in version.pins,
         leases=version.leases,
         running=version.running,
         lru_position=lru_position,
@@ -230,10 +266,14 @@ def _version_view(version: Version) -> VersionView:
     return VersionView(
         number=version.number,
         digest=version.manifest.digest,
+        source=version.manifest.source,
+        rank=version.manifest.rank,
         state=version.state,
         state_reason=version.state_reason,
         leases=version.leases,
         slot=slot,
+        tiers=version.tiers,
+        pins=version.pins,
     )
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltaplane_kernels.attention_index import AttentionIndex, DecodeIndexBuffer, build_index
+from deltaplane_kernels.attention_index import AttentionIndex, IndexBuffer, build_index
 from deltaplane_kernels.rotary import apply_rotary
 
 _MIN_BUCKET_PAGES = 8
@@ -106,48 +106,47 @@ class AttentionPlan:
             )
 
 
-class DecodePlan(AttentionPlan):
-    """A plan of one token each of up to num_rows sequences, in one place on a GPU: a CUDA graph that was
-    captured with it serves whatever fill() has put there since. Rows that no run fills write nothing, and
-    attend to nothing: their output is zero.
+class FixedPlan(AttentionPlan):
+    """A plan of num_rows rows in one place on a GPU: a CUDA graph that was captured with it serves whatever
+    fill() has put there since, nothing at first. Rows that no run fills write nothing, and attend to nothing:
+    their output is zero.
 
-    max_pages: of one sequence.
+    buffer: holds steps of num_rows rows; plans of several sizes may share one, and then the one that was
+        filled last is good.
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        max_pages: int,
-        *,
-        layout: KVLayout,
-        windows: Iterable[int | None],
-        device: torch.device,
+        self, num_rows: int, buffer: IndexBuffer, *, layout: KVLayout, windows: Iterable[int | None]
     ) -> None:
         self.layout = layout
         self.num_tokens = num_rows
         self.windows = frozenset(windows)
-        self.max_pages = max_pages
-        self._buffer = DecodeIndexBuffer(
-            num_rows, max_pages, page_size=layout.page_size, num_kv_heads=layout.num_heads, device=device
-        )
-        self.index = self._buffer.index
+        self._buffer = buffer
+        self.index: AttentionIndex = buffer.index(num_rows)
+        self.fill([])
 
     def fill(self, runs: Sequence[TokenRun]) -> None:
         """Takes the runs as rows 0, 1, ...; one copy on the current stream, which the host does not wait for.
 
-        Errors: ValueError when there are more than num_rows, one has more than one token or more than
-        max_pages, or its pages do not reach its end.
+        Errors: ValueError when they are more, longer or of more pages than the plan has room for, or the
+        pages of one do not reach its end.
         """
-        if len(runs) > self.num_tokens:
-            raise ValueError(f"{len(runs)} runs do not fit a plan of {self.num_tokens} rows")
+        buffer = self._buffer
+        num_tokens = sum(run.num_tokens for run in runs)
+        if num_tokens > self.num_tokens or len(runs) > buffer.max_sequences:
+            raise ValueError(
+                f"{num_tokens} tokens of {len(runs)} runs do not fit a plan of {self.num_tokens} rows and "
+                f"{buffer.max_sequences} runs"
+            )
         for run in runs:
-            if run.num_tokens != 1 or len(run.pages) > self.max_pages:
+            if len(run.pages) > buffer.max_pages or (buffer.decodes_alone and run.num_tokens != 1):
+                what = "a decode" if buffer.decodes_alone else "a run"
                 raise ValueError(
-                    f"a run of {run.num_tokens} tokens and {len(run.pages)} pages is not a decode of at most "
-                    f"{self.max_pages} pages"
+                    f"a run of {run.num_tokens} tokens and {len(run.pages)} pages is not {what} of at most "
+                    f"{buffer.max_pages} pages"
                 )
         _check_pages(runs, self.layout)
-        self._buffer.fill(runs)
+        buffer.fill(runs, self.num_tokens)
 
 
 def rotary_write_kv(heads: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, plan: AttentionPlan) -> None:

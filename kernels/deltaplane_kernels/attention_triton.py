@@ -3,8 +3,8 @@
 Softmax is online (FlashAttention, Dao et al., 2022). The query heads that share a KV head are rows of one
 tile, so keys and values are read once for all of them. The keys of a decode are shared out among programs
 (Flash-Decoding, Dao et al., 2023); the last one that is done combines what all have found, always in the same
-order. Launches depend on the number of rows alone: lengths and block tables are read on the device, so a CUDA
-graph serves any.
+order. Launches depend on the room of the index alone: how many sequences there are, their lengths and their
+block tables are read on the device, so a CUDA graph serves any. Programs that find nothing to do end at once.
 
 The two numbers of a decode, for a layer of Llama-3-8B and 64 sequences of 384 tokens: 101 MB of keys and
 values, 24 us at the 4.26 TB/s of an H200, and 0.4 GFLOP, nothing beside that. It takes 29 us, of 256 tokens
@@ -43,9 +43,9 @@ def paged_attention(
         q = q.contiguous()
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-    if index.num_decodes:
+    if index.max_decodes:
         _launch_decode(out, q, kv, index, window)
-    if index.num_prefills:
+    if index.max_prefills:
         _launch_prefill(out, q, kv, index, window)
     return out
 
@@ -53,12 +53,15 @@ def paged_attention(
 def _launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
     num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
     group = q.shape[1] // num_kv_heads
-    tiles = _decode_tiles(q.dtype, head_dim, group, index.splits.fill_device)
-    sums, weights = index.workspace.partials(group, head_dim)
-    _decode[(num_kv_heads, index.num_decodes, index.splits.count)](
+    tiles = _decode_tiles(q.dtype, head_dim, group, index.fill_device)
+    sums, weights = index.workspace.partials(num_kv_heads * group, head_dim)
+    splits = index.splits
+    grid = (index.decode_programs,) if splits is None else (index.max_decodes, splits.count)
+    _decode[(num_kv_heads, *grid)](
         out,
         q,
         kv,
+        index.counts,
         index.rows,
         index.starts,
         index.table_starts,
@@ -69,9 +72,10 @@ def _launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, wi
         q.stride(0),
         kv.stride(0),
         window or 0,
-        index.splits.min_keys,
+        splits.min_keys if splits is not None else 0,
         SCALE=_LOG2_E / head_dim**0.5,
         MAX_SPLITS=MAX_SPLITS,
+        COUNTED=splits is None,
         **tiles.arguments(kv, group, window),
     )
 
@@ -81,17 +85,17 @@ def _launch_prefill(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, w
     group = q.shape[1] // num_kv_heads
     tiles = _prefill_tiles(q.dtype, head_dim, group)
     # At most this many tiles: each sequence may leave one partly empty.
-    num_tiles = index.num_prefill_tokens // (tiles.rows // group) + index.num_prefills
+    num_tiles = index.max_prefill_tokens // (tiles.rows // group) + index.max_prefills
     _prefill[(num_kv_heads, num_tiles)](
         out,
         q,
         kv,
-        index.rows[index.num_decodes :],
-        index.starts[index.num_decodes :],
-        index.table_starts[index.num_decodes :],
+        index.counts,
+        index.rows,
+        index.starts,
+        index.table_starts,
         index.first_tokens,
         index.tables,
-        index.num_prefills,
         q.stride(0),
         kv.stride(0),
         window or 0,
@@ -150,6 +154,7 @@ def _decode(
     out,
     q,
     kv,
+    counts,
     rows,
     starts,
     table_starts,
@@ -163,6 +168,7 @@ def _decode(
     min_keys,
     SCALE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    COUNTED: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -173,14 +179,25 @@ def _decode(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One split of the keys of one KV head of one decode."""
+    """One split of the keys of one KV head of one decode. The first splits of all decodes go first.
+
+    COUNTED: how many decodes and splits there are is read from counts, and may need fewer programs.
+    """
     let_next_start(OVERLAPS)
-    kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_kv_heads, num_splits = tl.num_programs(0), tl.num_programs(2)
+    kv_head, num_kv_heads = tl.program_id(0), tl.num_programs(0)
+    if COUNTED:
+        num_decodes, num_splits, min_keys = tl.load(counts), tl.load(counts + 1), tl.load(counts + 2)
+        sequence = tl.program_id(1) % tl.maximum(num_decodes, 1)
+        split = tl.program_id(1) // tl.maximum(num_decodes, 1)
+    else:
+        sequence, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     position = tl.load(starts + sequence)
     row = tl.load(rows + sequence).to(tl.int64)
     table = tables + tl.load(table_starts + sequence)
     wait_for_previous(OVERLAPS)
+    if split >= num_splits:
+        return
+
     num_keys = position + 1
     first = 0
     if WINDOWED:
@@ -271,17 +288,17 @@ def _combine(
         tl.store(out + head * HEAD_DIM + dims, mean.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["window", "num_sequences"])
+@triton.jit(do_not_specialize=["window"])
 def _prefill(
     out,
     q,
     kv,
+    counts,
     rows,
     starts,
     table_starts,
     first_tokens,
     tables,
-    num_sequences,
     q_stride,
     page_stride,
     window,
@@ -298,32 +315,36 @@ def _prefill(
 ):
     """ROWS // GROUP tokens of one sequence, for one KV head."""
     let_next_start(OVERLAPS)
-    wait_for_previous(OVERLAPS)
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head, num_kv_heads = tl.program_id(0), tl.num_programs(0)
+    num_decodes, num_prefills = tl.load(counts), tl.load(counts + 3)
     # Later tokens have more keys: they go first, so that no long program starts last.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence = _sequence_of(tile, first_tokens, num_sequences, TOKENS)
-    before = tl.load(first_tokens + sequence)
-    num_tokens = tl.load(first_tokens + sequence + 1) - before
-    first_token = (tile - before // TOKENS - sequence) * TOKENS
-    if first_token >= num_tokens:
+    last_tile = tl.load(first_tokens + num_prefills) // TOKENS + num_prefills - 1
+    tile = last_tile - tl.program_id(1)
+    prefill = _prefill_of(tile, first_tokens, num_prefills, TOKENS)
+    before = tl.load(first_tokens + prefill)
+    num_tokens = tl.load(first_tokens + prefill + 1) - before
+    first_token = (tile - before // TOKENS - prefill) * TOKENS
+    sequence = num_decodes + prefill
+    start = tl.load(starts + sequence)
+    first_row = tl.load(rows + sequence).to(tl.int64)
+    table = tables + tl.load(table_starts + sequence)
+    wait_for_previous(OVERLAPS)
+    if (tile < 0) | (first_token >= num_tokens):
         return
 
     lanes, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     tokens = first_token + lanes // GROUP
     shown = ((lanes < TOKENS * GROUP) & (tokens < num_tokens))[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = tl.load(rows + sequence).to(tl.int64) + tokens
+    q_rows = first_row + tokens
     query_heads = kv_head * GROUP + lanes % GROUP
     queries = tl.load(
         q + (q_rows * q_stride + query_heads * HEAD_DIM)[:, None] + dims[None, :], mask=shown, other=0.0
     )
-    start = tl.load(starts + sequence)
     first_position = start + first_token
     positions = start + tokens
-    num_keys = start + tl.minimum(first_token + TOKENS, num_tokens)
+    num_keys = tl.maximum(start + tl.minimum(first_token + TOKENS, num_tokens), 0)
     layer = kv + kv_head * PAGE_SIZE * HEAD_DIM
-    table = tables + tl.load(table_starts + sequence)
     values = num_kv_heads * PAGE_SIZE * HEAD_DIM
     acc = tl.zeros((ROWS, DIMS), tl.float32)
     peak = tl.full((ROWS,), -1e30, tl.float32)
@@ -332,7 +353,7 @@ def _prefill(
         masked = tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS
     else:
         # Keys that all tokens of the tile see.
-        masked = (first_position + 1) // KEYS * KEYS
+        masked = tl.maximum(first_position + 1, 0) // KEYS * KEYS
         acc, peak, total = _attend(
             acc,
             peak,
@@ -388,11 +409,11 @@ def _mean(acc, total):
 
 
 @triton.jit
-def _sequence_of(tile, first_tokens, num_sequences, TOKENS: tl.constexpr):
-    """The last sequence whose first tile is not after `tile`; sequence i starts at first_tokens[i] // TOKENS
+def _prefill_of(tile, first_tokens, num_prefills, TOKENS: tl.constexpr):
+    """The last prefill whose first tile is not after `tile`; prefill i starts at first_tokens[i] // TOKENS
     + i."""
     low = 0
-    high = num_sequences
+    high = num_prefills
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(first_tokens + middle) // TOKENS + middle <= tile:

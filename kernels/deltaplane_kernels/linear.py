@@ -38,7 +38,7 @@ class Linear:
             shape = None if bias is None else tuple(bias.shape)
             raise ValueError(f"weight {tuple(weight.shape)} and bias {shape} are not [N, K] and [N]")
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
+        self.bias = bias
         self._blocked = _can_block(weight)
         self._weight = _block(weight) if self._blocked else weight
 
@@ -48,15 +48,27 @@ class Linear:
         On a GPU this sets torch's preferred BLAS library for the whole process.
         """
         if self._blocked:
-            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return cast(Tensor, y) if out is None else out.copy_(y)
         if x.is_cuda:
             torch.backends.cuda.preferred_blas_library("cublaslt" if len(x) in _LT_ROWS else "cublas")
         if out is None:
-            return F.linear(x, self._weight, self._bias)
-        if self._bias is None:
+            return F.linear(x, self._weight, self.bias)
+        if self.bias is None:
             return torch.mm(x, self._weight.t(), out=out)
-        return torch.addmm(self._bias, x, self._weight.t(), out=out)
+        return torch.addmm(self.bias, x, self._weight.t(), out=out)
+
+    def product(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """x[T, K] @ weight[begin:end]^T, without the bias. Leaves torch's choice of a BLAS library alone."""
+        if self._blocked:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+            return cast(Tensor, y)[:, begin:end]
+        return torch.mm(x, self._weight[begin:end].t())
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """weight[begin:end], [end - begin, K]: where it lies, or in a copy of a weight in oneDNN's layout."""
+        weight = self._weight.to_dense() if self._blocked else self._weight
+        return weight[begin:end]
 
 
 def _can_block(weight: Tensor) -> bool:

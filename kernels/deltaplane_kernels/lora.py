@@ -1,21 +1,31 @@
 """The LoRA op: adds to each row of a packed linear's output the delta of the row's own adapter.
 
-    y[t, columns of s] += (x[t] A_s^T) B_s      for each row t and each slice s that t's adapter has
+    y[t, columns of s] += g_s * y[t, columns of s] + d_s + (x[t] A_s^T) B_s
+                                        for each row t and each slice s that t's adapter has
 
     x    [T, in]        input of the packed linear
-    y    [T, out]       its output, changed in place
+    y    [T, out]       its output, its bias included; changed in place
     A_s  [rank, in]     of t's adapter; the rank is the slice's own
     B_s  [rank, out_s]  of t's adapter, rank-major, with the scale folded in
+    g_s  [out_s]        its gain; 0 without
+    d_s  [out_s]        its bias; 0 without
 
 Punica (Chen et al., 2023) names the two products shrink and expand. x A^T is kept in float32, whatever the
 type of x, y and the weights; BA is never formed. Rows of the base model, and slices that a row's adapter
 lacks, keep every bit whatever other adapters hold: no product mixes the rows of two adapters.
 
+A gain and a bias serve DoRA (Liu et al., 2024) exactly: where f is the magnitude of an output over the norm
+of W + s B A there, and the base's bias b0 is trained to b1, they are g = f - 1 and d = (b1 - b0) - g b0,
+beside f s B. A trained bias alone is d = b1 - b0.
+
+The rows of a blend of adapters get the sum of its members' deltas, each times a weight:
+
+    y[t, columns of s] += sum of w_i (x[t] A_is^T) B_is
+
 A pool on a CPU computes in torch (lora_torch.py), one on a GPU in CUDA kernels (lora_cuda.py).
 """
 
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -24,14 +34,27 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout
-from deltaplane_kernels.lora_torch import AdapterDeltas, Ranks, adapter_deltas
-from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
+from deltaplane_kernels.lora_segments import (
+    MAX_BLEND_ROWS,
+    Blend,
+    Runs,
+    Segments,
+    Slots,
+    check_blend,
+    runs_by_slots,
+)
+from deltaplane_kernels.lora_torch import AdapterDeltas, adapter_deltas, blend_deltas
+from deltaplane_kernels.rank_pages import (
+    RANK_PAGE_ROWS,
+    AdapterRows,
+    RankPageLayout,
+    adapter_rank_pages,
+)
+from deltaplane_kernels.side import SideStep, make_side
+from deltaplane_kernels.side_pages import NOTHING, SideShape, side_page_layout
 
 if TYPE_CHECKING:
     from deltaplane_kernels.lora_cuda import CudaLora
-
-BASE_SLOT = -1
-"""The slot of base-model rows."""
 
 LONG_RUN = 32
 """Tokens from which a run of rows is computed where it lies; shorter ones of an adapter are gathered."""
@@ -39,7 +62,7 @@ LONG_RUN = 32
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that one adapter adapts: a run of them, or their numbers."""
+    """Rows that one adapter or blend adapts: a run of them, or their numbers."""
 
     rows: slice | Tensor
     deltas: AdapterDeltas
@@ -58,10 +81,14 @@ class StepDeltas(Protocol):
 
 
 class LoraStep:
-    """The adapters of one step's rows. Made by RankPagePool.step, good for that step alone."""
+    """The adapters of one step's rows. Made by RankPagePool.step, good for that step alone.
 
-    def __init__(self, num_tokens: int, deltas: StepDeltas) -> None:
+    side: what they do outside the linears of the layers; None where none of them does anything there.
+    """
+
+    def __init__(self, num_tokens: int, deltas: StepDeltas, side: SideStep | None = None) -> None:
         self.num_tokens = num_tokens
+        self.side = side
         self._deltas = deltas
 
     def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
@@ -112,9 +139,15 @@ class _TorchDeltas:
 
 @dataclass(slots=True)
 class _Slot:
-    """What a slot holds: its pages at once, the weights when they are copied in (on a CPU with `deltas`)."""
+    """What a slot holds: its pages at once, the weights when they are copied in (on a CPU with `deltas`).
+
+    is_plain: whether it is LoRA in the layers alone, as all members of a blend are.
+    has_side: whether it has anything outside them.
+    """
 
     pages: tuple[int, ...]
+    is_plain: bool
+    has_side: bool = False
     ready: bool = False
     deltas: AdapterDeltas = ()
 
@@ -127,6 +160,7 @@ class RankPagePool:
     page_bytes: bytes of one page.
     max_tokens: most rows of a step on a GPU, whose tables and workspace are taken at once too; a CPU has no
         such bound.
+    max_blends: most different blends of a step.
 
     load and clear may be called from any thread, for slots and pages that no step under way uses; the others
     belong to the thread that computes the steps.
@@ -140,65 +174,94 @@ class RankPagePool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         max_tokens: int = 8192,
+        max_blends: int = 0,
     ) -> None:
         """Errors: on a GPU ValueError for a layout that its kernels do not take (lora_cuda.check_layout)."""
         self.layout = RankPageLayout(layout)
         self.num_pages = num_pages
         self.num_slots = num_slots
+        self.max_blends = max_blends
         self.page_bytes = self.layout.page_bytes(dtype)
         with torch.inference_mode(False):  # pages made in inference mode could only be written inside it
             self.pages = torch.zeros(num_pages, self.layout.page_elements, dtype=dtype, device=device)
-        self._cuda = _cuda_lora(self.layout, self.pages, num_slots, max_tokens)
+        self._cuda = _cuda_lora(self.layout, self.pages, num_slots, max_tokens, max_blends)
+        self._side_layout = side_page_layout(layout)
+        self._side = make_side(self._side_layout, self.pages, num_slots, max_tokens)
         self._slots: dict[int, _Slot] = {}
         self._lock = threading.Lock()
 
-    def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, ranks: Ranks) -> None:
+    def load(
+        self,
+        slot: int,
+        pages: Sequence[int],
+        host_pages: Tensor,
+        rows: AdapterRows,
+        side: SideShape = NOTHING,
+    ) -> None:
         """Copies host_pages [n, page_elements] into `pages`, n of them, and binds these to a free slot.
 
-        Errors: ValueError where the slot or a page is out of range or taken, or where pages, host_pages and
-        ranks do not fit each other. After any error the slot and the pages are free.
+        The adapter's rank pages come first, then its side pages, whose parts `side` tells.
+        Errors: ValueError where the slot or a page is out of range or taken, or where pages, host_pages, rows
+        and side do not fit each other. After any error the slot and the pages are free.
         """
-        self._check_fit(pages, host_pages, ranks)
-        entry = self._reserve(slot, tuple(pages))
+        self._check_fit(pages, host_pages, rows, side)
+        is_plain = not side and all(one.is_plain for layer in rows for one in layer)
+        entry = _Slot(tuple(pages), is_plain, has_side=bool(side))
+        self._reserve(slot, entry)
         try:
-            if self._cuda is not None:
-                self._cuda.load(slot, pages, host_pages, ranks)
-            else:
-                for page, host_page in zip(pages, host_pages, strict=True):
-                    self.pages[page].copy_(host_page)
-                entry.deltas = adapter_deltas(self.layout, self.pages, entry.pages, ranks)
+            num_ranked = adapter_rank_pages(rows)
+            self._load_ranked(slot, entry, host_pages[:num_ranked], rows)
+            if self._side is not None and side:
+                self._side.load(slot, pages[num_ranked:], host_pages[num_ranked:], side)
             entry.ready = True
         except BaseException:
             self.clear(slot)
             raise
+
+    def _load_ranked(self, slot: int, entry: _Slot, host_pages: Tensor, rows: AdapterRows) -> None:
+        pages = entry.pages[: len(host_pages)]
+        if self._cuda is not None:
+            self._cuda.load(slot, pages, host_pages, rows)
+            return
+        for page, host_page in zip(pages, host_pages, strict=True):
+            self.pages[page].copy_(host_page)
+        entry.deltas = adapter_deltas(self.layout, self.pages, pages, rows)
 
     def clear(self, slot: int) -> None:
         """Unbinds a slot; its pages are free afterwards. Errors: ValueError where it is not bound."""
         with self._lock:
             if self._slots.pop(slot, None) is None:
                 raise ValueError(f"slot {slot} holds no adapter")
+            if self._side is not None:
+                self._side.clear(slot)
 
-    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
+    def step(self, segments: Segments) -> LoraStep | None:
         """Plans the deltas of one step; None where all its rows are the base model's.
 
-        segments: (slot, number of tokens) of each sequence in the order of the rows; slot -1 is the base.
-        On a GPU the step's table is sent behind the work of the current stream; nothing is allocated.
+        segments: (slots, number of tokens) of each sequence in the order of the rows. Slots are an adapter's
+        slot, -1 for the base model, or a Blend.
+        On a GPU the step's table is sent behind the work of the current stream; nothing is allocated. Steps
+        are computed on one stream.
         Errors: ValueError where a slot holds no adapter, a number of tokens is below 1, or there are more
-        tokens than max_tokens on a GPU.
+        tokens than max_tokens on a GPU; where a blend is ill-formed, has members with gains, biases or pages
+        of more than 256 rows in all, or there are more blends than max_blends.
         """
-        runs, num_tokens = _runs_by_slot(segments)
-        adapters = {slot: self._bound(slot) for slot in runs}
-        if not adapters:
+        runs, num_tokens = runs_by_slots(segments)
+        blends = [slots for slots in runs if not isinstance(slots, int)]
+        self._check_blends(blends)
+        deltas = {slots: self._deltas_of(slots) for slots in runs}
+        if not runs:
             return None
+        side = self._side.step(runs, num_tokens, self._with_side(runs)) if self._side is not None else None
         if self._cuda is not None:
-            self._cuda.stage(runs, num_tokens)
-            return LoraStep(num_tokens, self._cuda)
+            self._cuda.stage(runs, blends, num_tokens)
+            return LoraStep(num_tokens, self._cuda, side)
         groups = [
-            _Group(rows, adapters[slot])
-            for slot, slot_runs in runs.items()
-            for rows in _row_groups(slot_runs, self.pages.device)
+            _Group(rows, deltas[slots])
+            for slots, own_runs in runs.items()
+            for rows in _row_groups(own_runs, self.pages.device)
         ]
-        return LoraStep(num_tokens, _TorchDeltas(groups))
+        return LoraStep(num_tokens, _TorchDeltas(groups), side)
 
     def graph_step(self, num_tokens: int) -> LoraStep:
         """A step to capture in a CUDA graph of num_tokens rows: a replay computes what step() staged last.
@@ -210,7 +273,8 @@ class RankPagePool:
         if self._cuda is None:
             raise ValueError(f"a pool on {self.pages.device} has no CUDA graphs")
         self._cuda.check_rows(num_tokens)
-        return LoraStep(num_tokens, self._cuda)
+        side = self._side.graph_step(num_tokens) if self._side is not None else None
+        return LoraStep(num_tokens, self._cuda, side)
 
     def check_integrity(self) -> None:
         """Asserts that bound slots and pages are in range and that no page belongs to two slots."""
@@ -221,7 +285,9 @@ class RankPagePool:
         assert all(0 <= page < self.num_pages for page in pages), f"pages {pages} of {self.num_pages}"
         assert len(pages) == len(set(pages)), f"a page belongs to two slots: {pages}"
 
-    def _check_fit(self, pages: Sequence[int], host_pages: Tensor, ranks: Ranks) -> None:
+    def _check_fit(
+        self, pages: Sequence[int], host_pages: Tensor, rows: AdapterRows, side: SideShape
+    ) -> None:
         shape = (len(pages), self.layout.page_elements)
         if host_pages.dtype != self.pages.dtype or host_pages.shape != shape:
             raise ValueError(
@@ -229,13 +295,18 @@ class RankPagePool:
                 f"where {len(pages)} pages of this pool are {self.pages.dtype} {shape}"
             )
         layers, slices = self.layout.num_layers, self.layout.slices_per_layer
-        if len(ranks) != layers or any(len(row) != slices for row in ranks):
-            raise ValueError(f"ranks must be of {layers} layers with {slices} slices each")
-        needed = rank_pages(max(max(row) for row in ranks))
+        if len(rows) != layers or any(len(layer) != slices for layer in rows):
+            raise ValueError(f"rows must be of {layers} layers with {slices} slices each")
+        needed = adapter_rank_pages(rows)
+        if side:
+            if self._side_layout is None:
+                raise ValueError("this pool's layout has nothing outside the linears of its layers")
+            needed += self._side_layout.place(side).num_pages
         if needed != len(pages):
-            raise ValueError(f"an adapter of these ranks takes {needed} pages, not {len(pages)}")
+            raise ValueError(f"an adapter of these rows takes {needed} pages, not {len(pages)}")
 
-    def _reserve(self, slot: int, pages: tuple[int, ...]) -> _Slot:
+    def _reserve(self, slot: int, entry: _Slot) -> None:
+        pages = entry.pages
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not one of 0 to {self.num_slots - 1}")
         if not all(0 <= page < self.num_pages for page in pages) or len(set(pages)) != len(pages):
@@ -243,48 +314,54 @@ class RankPagePool:
         with self._lock:
             if slot in self._slots:
                 raise ValueError(f"slot {slot} is bound; clear it first")
-            taken = {page for entry in self._slots.values() for page in entry.pages}.intersection(pages)
+            taken = {page for other in self._slots.values() for page in other.pages}.intersection(pages)
             if taken:
                 raise ValueError(f"pages {sorted(taken)} belong to another slot")
-            entry = self._slots[slot] = _Slot(pages)
-        return entry
+            self._slots[slot] = entry
 
-    def _bound(self, slot: int) -> AdapterDeltas:
+    def _bound(self, slot: int) -> _Slot:
         entry = self._slots.get(slot)
         if entry is None or not entry.ready:
             raise ValueError(f"slot {slot} holds no adapter")
-        return entry.deltas
+        return entry
+
+    def _with_side(self, runs: Runs) -> list[int]:
+        """The slots of a step that have anything outside the layers; members of blends have not."""
+        return [slot for slot in runs if isinstance(slot, int) and self._bound(slot).has_side]
+
+    def _check_blends(self, blends: Sequence[Blend]) -> None:
+        if len(blends) > self.max_blends:
+            raise ValueError(f"a step of {len(blends)} blends; this pool takes {self.max_blends}")
+        for blend in blends:
+            check_blend(blend)
+            members = {slot: self._bound(slot) for slot, _ in blend}
+            for slot, entry in members.items():
+                if not entry.is_plain:
+                    raise ValueError(f"slot {slot} holds more than plain LoRA, which no blend takes")
+            num_rows = RANK_PAGE_ROWS * sum(len(entry.pages) for entry in members.values())
+            if num_rows > MAX_BLEND_ROWS:
+                raise ValueError(f"a blend with pages of {num_rows} rows; at most {MAX_BLEND_ROWS}")
+
+    def _deltas_of(self, slots: Slots) -> AdapterDeltas:
+        """Of an adapter, or of a blend that is checked; empty on a GPU."""
+        if isinstance(slots, int):
+            return self._bound(slots).deltas
+        return blend_deltas([(self._bound(slot).deltas, weight) for slot, weight in slots])
 
 
-def _cuda_lora(layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int) -> "CudaLora | None":
+def _cuda_lora(
+    layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int, max_blends: int
+) -> "CudaLora | None":
     """The kernels of a pool on a GPU; NVIDIA's packages are imported for such a one alone."""
     if pages.device.type != "cuda":
         return None
     from deltaplane_kernels.lora_cuda import CudaLora
 
-    return CudaLora(layout, pages, num_slots, max_tokens)
-
-
-def _runs_by_slot(segments: Sequence[tuple[int, int]]) -> tuple[dict[int, list[tuple[int, int]]], int]:
-    """The runs [start, stop) of each adapter's rows, neighbours joined; and the number of all rows."""
-    runs: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    start = 0
-    for slot, num_tokens in segments:
-        if num_tokens < 1:
-            raise ValueError(f"a segment of slot {slot} has {num_tokens} tokens; at least 1 is needed")
-        stop = start + num_tokens
-        if slot != BASE_SLOT:
-            own = runs[slot]
-            if own and own[-1][1] == start:
-                own[-1] = (own[-1][0], stop)
-            else:
-                own.append((start, stop))
-        start = stop
-    return runs, start
+    return CudaLora(layout, pages, num_slots, max_tokens, max_blends)
 
 
 def _row_groups(runs: Sequence[tuple[int, int]], device: torch.device) -> list[slice | Tensor]:
-    """One adapter's runs as they are computed: a single or long run as a slice, the others gathered."""
+    """An adapter's or a blend's runs as computed: a single or long run as a slice, the others gathered."""
     if len(runs) == 1:
         return [slice(*runs[0])]
     groups: list[slice | Tensor] = [slice(*run) for run in runs if run[1] - run[0] >= LONG_RUN]

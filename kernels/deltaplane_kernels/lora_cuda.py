@@ -1,7 +1,8 @@
-"""The LoRA op on a GPU: csrc/lora.cu, its launches and the tables that it reads.
+"""The LoRA op on a GPU: csrc/lora.cu, its launches and the step's table that it reads.
 
-Two kernels for a packed linear: shrink writes x A^T of each split of the input columns, in float32; expand
-sums the splits and adds the product with B to y. Nothing must be zeroed first, nothing is added atomically.
+Two kernels for a packed linear: shrink writes x A^T of each split of the input columns, in float32, times the
+weight in a blend; expand sums the splits and adds the product with B to y, and gain and bias where there are
+any. Nothing must be zeroed first, nothing is added atomically.
 
 The two numbers, for Llama-3-8B (32 layers, all seven linears, rank 16, two-byte types):
 
@@ -11,15 +12,16 @@ The two numbers, for Llama-3-8B (32 layers, all seven linears, rank 16, two-byte
     operations   84 MFLOP of shrink and expand for each row, with expand's part done twice (see lora.cu):
                  nothing for decodes, 1 TFLOP at 8192 rows, under 1 % of the base model's 114
 
-So decodes are bound by bytes where adapters differ, and by the launches (256 a step) where they do not: hence
-one graph for any mix, weights read once for all rows of a tile, and an expand that starts, and loads B, while
-the shrink before it runs (programmatic dependent launch). Punica (Chen et al., 2023) and its successors split
-shrink over the input columns too.
+So decodes are bound by bytes where adapters differ, or by the instructions that fetch them a few KB at a
+time, and by the launches (256 a step) where they do not: hence one graph for any mix, weights read once for
+all rows of a tile, blocks that walk from item to neighbouring item, and an expand that starts, and loads B,
+while the shrink before it runs (programmatic dependent launch). Punica (Chen et al., 2023) and its successors
+split shrink over the input columns too.
 """
 
 import ctypes
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,13 +30,15 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
+from deltaplane_kernels.lora_segments import Blend, Runs
+from deltaplane_kernels.lora_slots import FACTORS_AT, MAX_RANK, SLICES_AT, SlotTable
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE, table_size, tile_rows, write_table
 from deltaplane_kernels.nvrtc import architecture, compile_cubin
 from deltaplane_kernels.rank_pages import (
     ALIGNMENT,
+    AdapterRows,
     PackedLinearPlacement,
     RankPageLayout,
-    rank_pages,
     runs_of_neighbours,
 )
 
@@ -44,11 +48,10 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 # As in lora.cu.
 THREADS = 128
 COLUMN_BLOCK = 256
-MAX_RANK = 256
 MAX_SLICES = 4
 
-SPLIT_COLUMNS = 1024
-"""Fewest input columns of a split: 8 loads in flight for each thread."""
+SPLIT_COLUMNS = 2048
+"""Fewest input columns of a split: shorter ones take expand more time to sum than they save shrink."""
 
 SPLIT_ALIGNMENT = 128
 """A split is a multiple of the columns that a block reads at a time."""
@@ -67,16 +70,15 @@ class Launch(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("step", ctypes.c_void_p),
-        ("slot_pages", ctypes.c_void_p),
-        ("slot_ranks", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("page_stride", ctypes.c_longlong),
         ("x_pitch", ctypes.c_longlong),
         ("y_pitch", ctypes.c_longlong),
         ("a_pitch", ctypes.c_int),
         ("b_pitch", ctypes.c_int),
-        ("slot_pages_pitch", ctypes.c_int),
-        ("slot_ranks_pitch", ctypes.c_int),
-        ("first_rank", ctypes.c_int),
+        ("slots_pitch", ctypes.c_int),
+        ("factors_at", ctypes.c_int),
+        ("slices_at", ctypes.c_int),
         ("num_rows", ctypes.c_int),
         ("in_features", ctypes.c_int),
         ("num_slices", ctypes.c_int),
@@ -135,14 +137,17 @@ def check_layout(layout: RankPageLayout) -> None:
 
 
 class CudaLora:
-    """The kernels of one pool, the slot tables they read, the step's table and the workspace.
+    """The kernels of one pool, the slot table that they read, the step's table and the workspace.
 
-    All device memory is taken here. Slots are loaded from any thread; steps and deltas are for one thread.
+    All device memory is taken here. Slots are loaded from any thread; steps and deltas are for one thread and
+    one stream.
 
-    max_tokens: most rows of a step.
+    max_tokens, max_blends: most rows of a step, and most different blends.
     """
 
-    def __init__(self, layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self, layout: RankPageLayout, pages: Tensor, num_slots: int, max_tokens: int, max_blends: int
+    ) -> None:
         """pages: [num_pages, page_elements], bfloat16, float16 or float32.
 
         Errors: ValueError of check_layout and for other dtypes; CompileError, KernelError.
@@ -160,19 +165,19 @@ class CudaLora:
         properties = torch.cuda.get_device_properties(self._device)
         self._num_multiprocessors = properties.multi_processor_count
         with torch.inference_mode(False):
-            self._slot_pages = self._int32(num_slots, rank_pages(MAX_RANK))
-            self._slot_ranks = self._int32(num_slots, layout.num_layers * layout.slices_per_layer)
-            self._table = self._int32(table_size(max_tokens))
+            self._table = torch.zeros(table_size(max_tokens), dtype=torch.int32, device=self._device)
             self._partial = torch.empty(
                 partial_elements(layout, max_tokens, self._num_multiprocessors),
                 dtype=torch.float32,
                 device=self._device,
             )
-            self._slot_row = torch.zeros(
-                self._slot_pages.shape[1] + self._slot_ranks.shape[1], dtype=torch.int32, pin_memory=True
-            )
+        num_slices = layout.num_layers * layout.slices_per_layer
+        self._slots = SlotTable(num_slots, max_blends, num_slices, self._device)
         torch.cuda.current_stream(self._device).synchronize()  # loads are on another stream
-        self._staging = [_Staging(table_size(max_tokens)) for _ in range(STAGED_STEPS)]
+        self._staging = [
+            _Staging(table_size(max_tokens), max_blends, self._slots.device.shape[1])
+            for _ in range(STAGED_STEPS)
+        ]
         self._step = 0
         self._side_stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -191,39 +196,36 @@ class CudaLora:
         self._expand = module.kernel(f"expand_{dtype}", THREADS)
         self._expand_joined = module.kernel(f"expand_{dtype}", THREADS, overlaps=False)
 
-    def load(
-        self, slot: int, pages: Sequence[int], host_pages: Tensor, ranks: Sequence[Sequence[int]]
-    ) -> None:
-        """Copies an adapter and its row of the slot tables on a stream of their own; returns when done.
+    def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, rows: AdapterRows) -> None:
+        """Copies an adapter and its row of the slot table on a stream of their own; returns when done.
 
         Pinned host_pages are copied at the speed of the bus. The caller sleeps until the copies have passed
         an event, without the GIL; no other stream waits, and no lock is held that a step takes.
+        Errors: ValueError where a rank is above MAX_RANK.
         """
-        if len(pages) > rank_pages(MAX_RANK):
-            raise ValueError(f"an adapter of {len(pages)} rank pages; at most rank {MAX_RANK} runs on a GPU")
-        flat_ranks = [rank for row in ranks for rank in row]
-        pages_width = self._slot_pages.shape[1]
         with self._load_lock, torch.cuda.stream(self._load_stream):
             for begin, end in runs_of_neighbours(pages):
                 target = self._pages[pages[begin] : pages[begin] + end - begin]
                 target.copy_(host_pages[begin:end], non_blocking=True)
-            self._slot_row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            self._slot_row[pages_width:] = torch.tensor(flat_ranks, dtype=torch.int32)
-            self._slot_pages[slot].copy_(self._slot_row[:pages_width], non_blocking=True)
-            self._slot_ranks[slot].copy_(self._slot_row[pages_width:], non_blocking=True)
+            self._slots.bind(slot, pages, rows)
             self._loaded.record(self._load_stream)
             self._loaded.synchronize()
 
-    def stage(self, runs_by_slot: Mapping[int, Sequence[tuple[int, int]]], num_tokens: int) -> None:
+    def stage(self, runs: Runs, blends: Sequence[Blend], num_tokens: int) -> None:
         """Sends the table of a step to the device, behind what is on the current stream.
 
+        blends: those in runs; their members are bound and plain, and have no more than MAX_RANK rows in all.
         Errors: ValueError for more rows than max_tokens.
         """
         self.check_rows(num_tokens)
         staging = self._staging[self._step % STAGED_STEPS]
         self._step += 1
         staging.sent.synchronize()
-        used = write_table(staging.table, runs_by_slot, num_tokens)
+        row_of = dict(zip(blends, self._slots.rows_of(blends, staging.blends), strict=True))
+        runs_by_row = {
+            slots if isinstance(slots, int) else row_of[slots]: own_runs for slots, own_runs in runs.items()
+        }
+        used = write_table(staging.table, runs_by_row, num_tokens)
         self._table[:used].copy_(staging.pinned[:used], non_blocking=True)
         staging.sent.record(torch.cuda.current_stream(self._device))
 
@@ -300,9 +302,6 @@ class CudaLora:
                 f"start at multiples of {ALIGNMENT}; its strides are {tensor.stride()}"
             )
 
-    def _int32(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=self._device)
-
     def _static_launch(self, layer: int, place: PackedLinearPlacement) -> Launch:
         """A launch of this layer and linear, without operands."""
         element = self._pages.element_size()
@@ -313,14 +312,13 @@ class CudaLora:
             b=start + place.b_offset * element,
             partial=self._partial.data_ptr(),
             step=self._table.data_ptr(),
-            slot_pages=self._slot_pages.data_ptr(),
-            slot_ranks=self._slot_ranks.data_ptr(),
+            slots=self._slots.device.data_ptr(),
             page_stride=self._layout.page_elements,
             a_pitch=place.a_pitch,
             b_pitch=place.b_pitch,
-            slot_pages_pitch=self._slot_pages.stride(0),
-            slot_ranks_pitch=self._slot_ranks.stride(0),
-            first_rank=layer * self._layout.slices_per_layer + place.first_slice,
+            slots_pitch=self._slots.device.stride(0),
+            factors_at=FACTORS_AT,
+            slices_at=SLICES_AT + layer * self._layout.slices_per_layer + place.first_slice,
             in_features=place.linear.in_features,
             num_slices=len(slices),
             column_blocks=column_blocks(place),
@@ -339,11 +337,12 @@ def _described(layer: int, linear: str, name: str, tensor: Tensor) -> str:
 
 
 class _Staging:
-    """Pinned memory for one step's table, and when the copy out of it is done."""
+    """Pinned memory for one step's table and new blends, and when the copies out of it are done."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, table_size: int, max_blends: int, slot_width: int) -> None:
         with torch.inference_mode(False):
-            self.pinned = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+            self.pinned = torch.zeros(table_size, dtype=torch.int32, pin_memory=True)
+            self.blends = torch.zeros(max_blends, slot_width, dtype=torch.int32, pin_memory=True)
         self.table = self.pinned.numpy()
         self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 

@@ -1,11 +1,12 @@
-"""The rows of a step as the CUDA kernels read them: tiles of rows that share a slot.
+"""The rows of a step as the CUDA kernels read them: tiles of rows that share a slot, or a blend of slots.
 
 A table of 32-bit integers:
 
     [0]        number of tiles n
     [1]        4 + 4 n, where the row list starts
     [2], [3]   0
-    [4 + 4 i]  tile i: its slot, the place in the row list of its first row, its number of rows, 0
+    [4 + 4 i]  tile i: its row in the slot table (see lora_slots.py), the place in the row list of its first
+               row, its number of rows, 0
     [4 + 4 n]  the row list: numbers of the rows that have an adapter, those of a slot together
 
 Tiles of 16 bytes are read at once. Rows of the base model are in no tile.
@@ -20,9 +21,10 @@ HEADER = 4
 TILE_FIELDS = 4
 
 SHORT_TILE, LONG_TILE = 16, 64
-"""Most rows of a tile, where one block computes on all of them: in steps of decodes, and in others."""
+"""Most rows of a tile, where one block computes on all of them: in steps of decodes or of some prompts, and
+in longer ones."""
 
-SHORT_STEP = 256
+SHORT_STEP = 1024
 """Rows up to which a step has short tiles: they spread few rows over all of the GPU."""
 
 
@@ -42,7 +44,8 @@ def write_table(
     """Writes a step's table and answers how many integers it has.
 
     table: at least table_size(num_tokens) of them.
-    runs_by_slot: the rows [start, stop) of each slot that is in the step; no row is in two runs.
+    runs_by_slot: the rows [start, stop) of each row of the slot table that is in the step; no row of the step
+        is in two runs.
     num_tokens: rows of the step, with those of the base.
     """
     most = tile_rows(num_tokens)

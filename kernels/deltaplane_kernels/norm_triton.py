@@ -1,21 +1,27 @@
-"""RMSNorm in Triton: one program a row, which reads it once. Rounds where norm.py rounds."""
+"""RMSNorm in Triton: one program a row, which reads it once. Rounds where norm.py rounds.
+
+Where rows have weights of their own, a program reads its row's slot, where that slot's weight lies, and the
+weight, before it waits for the kernel ahead of it: they come in meanwhile. A row without a slot reads one
+number more than else.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltaplane_kernels.norm import NormWeight, RowWeights
 from deltaplane_kernels.overlap_triton import launch_options, let_next_start, wait_for_previous
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: NormWeight, eps: float, out: Tensor | None = None) -> Tensor:
     """As norm.rms_norm. out: contiguous, of the shape of x; a new tensor where it is None."""
     rows = x if x.ndim == 3 and x.stride(-1) == 1 else x.reshape(-1, 1, x.shape[-1]).contiguous()
     return _launch(rows, None, weight, eps, out, x.shape)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: NormWeight, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """As norm.add_rms_norm; x and residual contiguous. out: as they are; a new tensor where it is None."""
     if x.shape != residual.shape or not (x.is_contiguous() and residual.is_contiguous()):
@@ -26,12 +32,20 @@ def add_rms_norm(
 
 
 def _launch(
-    rows: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, shape: torch.Size
+    rows: Tensor,
+    residual: Tensor | None,
+    weight: NormWeight,
+    eps: float,
+    out: Tensor | None,
+    shape: torch.Size,
 ) -> Tensor:
     """rows: [T, heads, H], the elements of a row side by side."""
     num_tokens, num_heads, size = rows.shape
-    if weight.shape != (size,):
-        raise RuntimeError(f"weight {tuple(weight.shape)} does not fit rows of {size}")
+    own, base = (weight, weight.base) if isinstance(weight, RowWeights) else (None, weight)
+    if base.shape != (size,):
+        raise RuntimeError(f"weight {tuple(base.shape)} does not fit rows of {size}")
+    if own is not None and own.slots.shape != (num_tokens,):
+        raise RuntimeError(f"slots {tuple(own.slots.shape)} do not fit {num_tokens} rows")
     if out is None:
         out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     if num_tokens:
@@ -40,9 +54,13 @@ def _launch(
             out,
             rows,
             residual,
-            weight,
+            base,
+            None if own is None else own.slots,
+            None if own is None else own.offsets,
+            None if own is None else own.pool,
             rows.stride(0),
             rows.stride(1),
+            0 if own is None else own.offsets.stride(0),
             eps,
             SIZE=size,
             BLOCK=block,
@@ -58,8 +76,12 @@ def _rms_norm(
     x,
     residual,
     weight,
+    slots,
+    offsets,
+    pool,
     token_stride,
     head_stride,
+    offset_stride,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -71,6 +93,12 @@ def _rms_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     weights = tl.load(weight + columns, mask=inside, other=0.0)
+    if slots is not None:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            offset = tl.load(offsets + slot.to(tl.int64) * offset_stride)
+            if offset >= 0:
+                weights = tl.load(pool + offset + columns, mask=inside, other=0.0)
     wait_for_previous(OVERLAPS)
     values = tl.load(x + token * token_stride + head * head_stride + columns, mask=inside, other=0.0)
     if residual is not None:

@@ -1,6 +1,6 @@
-"""Where the rank rows of an adapter lie inside a rank page.
+"""Where the rows of an adapter lie inside a rank page.
 
-A page holds the same 8 rank rows of every adaptable matrix of every layer, as one run of elements, so that an
+A page holds the same 8 rows of every adaptable matrix of every layer, as one run of elements, so that an
 adapter of rank r is ceil(r / 8) pages and each page is loaded by one contiguous copy. S-LoRA (Sheng et al.,
 2023) pages adapters by single rank rows of single matrices; a page across all layers needs fewer and larger
 copies, and one list of pages for an adapter instead of one for each matrix.
@@ -11,11 +11,15 @@ In a page, layer by layer and linear by linear in the order of the AdapterLayout
     B  [8, sum of out]        rank-major: row r of all slices in a row, in the order of y's columns
 
 Rows of A, and the part of each slice in a row of B, start at multiples of 8 elements (16 bytes at least).
+
+Over the pages of an adapter the rows of a slice's B are, as SliceRows says, its rank rows, its gain row and
+its bias row, each [out_s]. Beside gain and bias rows A is zeros, and so is a page where a slice has no row.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +27,49 @@ from torch import Tensor
 from deltaplane_kernels.layout import AdapterLayout, PackedLinear
 
 RANK_PAGE_ROWS = 8
-"""Rank rows of each matrix that a page holds."""
+"""Rows of each matrix that a page holds."""
 
 ALIGNMENT = 8
 """Elements; 16 bytes of a two-byte type and 32 of float32."""
 
 
-def rank_pages(rank: int) -> int:
-    """Pages that an adapter of `rank` takes: ceil(rank / RANK_PAGE_ROWS)."""
-    return -(-rank // RANK_PAGE_ROWS)
+class SliceRows(NamedTuple):
+    """What an adapter holds of one adaptable matrix, which is a slice of a packed linear.
+
+    rank: of its A and B; 0 where it has none.
+    has_gain, has_bias: whether a gain row and a bias row [out_s] follow the rank rows of B (see lora.py).
+    """
+
+    rank: int
+    has_gain: bool = False
+    has_bias: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of B."""
+        return self.rank + self.has_gain + self.has_bias
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is LoRA alone."""
+        return not (self.has_gain or self.has_bias)
+
+
+NO_ROWS = SliceRows(0)
+"""Of a matrix that an adapter leaves alone."""
+
+AdapterRows = Sequence[Sequence[SliceRows]]
+"""The rows of each adaptable matrix, [num_layers][slices_per_layer]."""
+
+
+def rank_pages(num_rows: int) -> int:
+    """Pages that matrices of at most num_rows rows take, those of an adapter of that rank as a rule."""
+    return -(-num_rows // RANK_PAGE_ROWS)
+
+
+def adapter_rank_pages(rows: AdapterRows) -> int:
+    """Rank pages that an adapter of these rows takes; at least one layer with one slice is needed."""
+    return rank_pages(max(one.num_rows for layer in rows for one in layer))
 
 
 def runs_of_neighbours(pages: Sequence[int]) -> list[tuple[int, int]]:

@@ -13,9 +13,10 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.errors import DeltaplaneError
-from deltaplane_controlplane.upload_folder import UploadFolder
+from deltaplane_server.access.plane_access import Access
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import EngineConfig, ServerConfig
 from deltaplane_server.interpreter import freeze_heap, share_fairly
@@ -91,7 +92,8 @@ async def running_server(
     Errors: StartupError.
     """
     begin = time.monotonic()
-    check_addresses(config)
+    access = Access.of(config)
+    check_addresses(config, access)
     lifecycle, registry = Lifecycle(), CollectorRegistry()
     with _http_server(config, lifecycle, registry) as http:
         with _as_startup_errors(), ExitStack() as undo:
@@ -99,10 +101,10 @@ async def running_server(
                 make_backend = await asyncio.to_thread(_find_backend, config.engine)
             catalogue = _open_catalogue(config.state)
             undo.callback(catalogue.close)
-            uploads = UploadFolder(config.upload_folder)
-            undo.callback(uploads.close)
+            store = AdapterStore(config.upload_folder)
+            undo.callback(store.close)
             backend = await asyncio.to_thread(make_backend, config.engine)
-            server = Server(config, backend, catalogue, uploads, lifecycle, registry)
+            server = Server(config, backend, catalogue, store, lifecycle, registry, access)
             on_loaded()
             undo.pop_all()
         try:
@@ -110,18 +112,20 @@ async def running_server(
                 port, admin_port = await server.start()
             ports = Ports(port, admin_port, http.port)
             _announce(config, ports, server, time.monotonic() - begin)
+            _warn_of_what_is_open(config, access)
             yield RunningServer(ports, server)
         finally:
             await server.stop()
 
 
-def check_addresses(config: ServerConfig) -> None:
+def check_addresses(config: ServerConfig, access: Access) -> None:
     """Errors: StartupError, where an address cannot be listened on or must not be."""
-    if not config.allow_insecure_admin and not is_loopback(config.admin_host):
+    is_guarded = access.control_plane.knows_callers or config.allow_insecure_admin
+    if not is_guarded and not is_loopback(config.admin_host, "--admin-host"):
         raise StartupError(
-            f"--admin-host {config.admin_host} is not a loopback address, and the control plane has neither "
-            "TLS nor tokens: keep it on 127.0.0.1 and reach it through a tunnel or an authenticating proxy, "
-            "or pass --allow-insecure-admin if the network around it is trusted"
+            f"--admin-host {config.admin_host} is not a loopback address, and the control plane would ask "
+            "nobody there who they are: give it --admin-token-file, or TLS with --admin-tls-client-ca-file, "
+            "keep it on 127.0.0.1, or pass --allow-insecure-admin if the network around it is trusted"
         )
     for flag, host, port in (
         ("--port", config.host, config.port),
@@ -207,6 +211,18 @@ def _announce(config: ServerConfig, ports: Ports, server: Server, seconds: float
     )
     if config.ports_file is not None:
         _write_whole(config.ports_file, json.dumps(asdict(ports)))
+
+
+def _warn_of_what_is_open(config: ServerConfig, access: Access) -> None:
+    """Tells of a control plane that anyone reaches, and of tokens that the network can read."""
+    if not access.control_plane.knows_callers and not is_loopback(config.admin_host, "--admin-host"):
+        log.warning("access.control_plane_is_open", address=f"--admin-host {config.admin_host}")
+    for flag, host, plane in (
+        ("--host", config.host, access.data_plane),
+        ("--admin-host", config.admin_host, access.control_plane),
+    ):
+        if plane.has_tokens and not plane.has_tls and not is_loopback(host, flag):
+            log.warning("access.tokens_in_plain_text", address=f"{flag} {host}", mend="--tls-cert-file")
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -67,7 +67,14 @@ def server_config(arguments: argparse.Namespace) -> ServerConfig:
         upload_dir=arguments.upload_dir,
         lora_modules=tuple(arguments.lora_modules),
         adapter_roots=tuple(arguments.adapter_roots),
+        adapter_sources=tuple(arguments.adapter_sources),
         drain_timeout_s=arguments.drain_timeout,
+        tls_cert_file=arguments.tls_cert_file,
+        tls_key_file=arguments.tls_key_file,
+        tls_client_ca_file=arguments.tls_client_ca_file,
+        admin_tls_client_ca_file=arguments.admin_tls_client_ca_file,
+        api_token_file=arguments.api_token_file,
+        admin_token_file=arguments.admin_token_file,
         allow_insecure_admin=arguments.allow_insecure_admin,
         ports_file=arguments.ports_file,
         log_format=LogFormat(arguments.log_format),
@@ -129,7 +136,7 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
     for module in modules:
         if (other := seen.setdefault(module.name, module)) is not module:
             raise StartupError(
-                f"--lora-modules names {module.name!r} twice ({other.path} and {module.path}); "
+                f"--lora-modules names {module.name!r} twice ({other.source} and {module.source}); "
                 "give each a name of its own"
             )
 
@@ -179,6 +186,7 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_adapters(serve)
     _add_scheduling(serve)
     _add_network(serve)
+    _add_access(serve)
     _add_logs(serve)
     commands.add_parser("version", help="print the version", description="Prints the version.")
     return parser
@@ -227,8 +235,8 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="NAME=PATH",
-        help="adapters to register at start",
+        metavar="NAME=SOURCE",
+        help="adapters to register at start: each a folder, or an address such as hf://org/name@revision",
     )
     group.add_argument(
         "--adapter-roots",
@@ -238,6 +246,16 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FOLDER",
         help="folders from which adapters may be registered while the server runs",
+    )
+    group.add_argument(
+        "--adapter-sources",
+        type=values.adapter_source,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PREFIX",
+        help="remote places from which adapters may be registered while the server runs: hf:// or hf://org/, "
+        "https://host/path/, s3://bucket/prefix/",
     )
     group.add_argument("--max-loras", type=values.positive, default=4, help="the most adapters in one step")
     group.add_argument("--max-lora-rank", type=values.lora_rank, default=16, help="the highest rank accepted")
@@ -265,8 +283,8 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         "--upload-dir",
         type=Path,
         metavar="FOLDER",
-        help="folder of this server's own for uploaded adapters; those that its catalogue does not name are "
-        "removed from it (default: beside the catalogue, or a temporary one)",
+        help="folder of this server's own for uploaded and fetched adapters; those that its catalogue does "
+        "not name are removed from it (default: beside the catalogue, or a temporary one)",
     )
 
 
@@ -321,11 +339,6 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--admin-host", default="127.0.0.1", help="address of the control plane")
     group.add_argument("--admin-port", type=values.port, default=50052, help="port of the control plane")
-    group.add_argument(
-        "--allow-insecure-admin",
-        action="store_true",
-        help="let other machines reach the control plane, which asks nobody who they are",
-    )
     group.add_argument("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
     group.add_argument(
         "--http-port", type=values.port, default=9400, help="port of /metrics, /healthz and /readyz"
@@ -339,6 +352,26 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="SECONDS",
         help="how long running streams may go on after SIGTERM",
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "access", "Files are in PEM, or hold one token a line; they are read again when they change."
+    )
+    for flag, text in (
+        ("--tls-cert-file", "certificate of the server, and its chain: both planes speak TLS"),
+        ("--tls-key-file", "private key of the certificate"),
+        ("--tls-client-ca-file", "authorities: clients must show a certificate that one of them signed"),
+        ("--admin-tls-client-ca-file", "the same for the control plane, in place of --tls-client-ca-file"),
+        ("--api-token-file", "tokens: a call to the data plane must bring one"),
+        ("--admin-token-file", "tokens: a call to the control plane must bring one"),
+    ):
+        group.add_argument(flag, type=Path, metavar="FILE", help=text)
+    group.add_argument(
+        "--allow-insecure-admin",
+        action="store_true",
+        help="let other machines reach a control plane that asks nobody who they are",
     )
 
 

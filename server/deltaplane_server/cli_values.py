@@ -3,8 +3,10 @@
 import math
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
+from deltaplane_server.adapters.remote.addresses import Address, is_remote, parse_address, parse_prefix
 from deltaplane_server.config import LoraModule
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<suffix>i?B)?", re.IGNORECASE)
@@ -88,9 +90,9 @@ def _number(text: str) -> float:
 
 
 def lora_module(text: str) -> LoraModule:
-    """name=path of an adapter; the path is a folder with adapter_config.json in it."""
-    name, equals, path = text.partition("=")
-    if not equals or not name or not path:
+    """name=source of an adapter: a folder with adapter_config.json in it, or a remote address."""
+    name, equals, source = text.partition("=")
+    if not equals or not name or not source:
         raise ArgumentTypeError(
             f"{text!r} is not name=path; write, for example, legal-brief=/adapters/legal-brief"
         )
@@ -98,13 +100,29 @@ def lora_module(text: str) -> LoraModule:
         raise ArgumentTypeError(
             f"the name {name[:140]!r} must be 1 to 128 characters of A-Z, a-z, 0-9, '.', '_', '-'"
         )
-    folder = existing_folder(path)
+    if is_remote(source):
+        return LoraModule(name, str(_address(parse_address, source)))
+    folder = existing_folder(source)
     if not (folder / "adapter_config.json").is_file():
         raise ArgumentTypeError(
             f"{folder} of adapter {name} holds no adapter_config.json; give the folder that PEFT's "
             "save_pretrained wrote"
         )
-    return LoraModule(name, folder)
+    return LoraModule(name, str(folder))
+
+
+def adapter_source(text: str) -> Address:
+    """What remote adapters may lie under, such as hf://my-org/ or https://models.example.com/adapters/."""
+    return _address(parse_prefix, text)
+
+
+def _address(parse: Callable[[str], Address], text: str) -> Address:
+    try:
+        address = parse(text)
+        parse_prefix(str(address))  # http:// is for this machine alone
+    except ValueError as error:
+        raise ArgumentTypeError(f"no address of adapters: {error}") from None
+    return address
 
 
 def existing_folder(text: str) -> Path:

@@ -5,6 +5,7 @@ from enum import Enum
 from pathlib import Path
 
 from deltaplane_controlplane.ports import rank_pages
+from deltaplane_server.adapters.remote.addresses import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class LogFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter to register at start: its name, and the folder with its files."""
+    """An adapter to register at start: its name, and the folder or the remote address with its files."""
 
     name: str
-    path: Path
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,19 @@ class ServerConfig:
 
     port, admin_port, http_port: 0 takes a free one; `ports_file` then tells which, as JSON.
     state: the SQLite file of the catalogue, or ":memory:".
-    upload_dir: keeps uploaded adapters; None keeps them beside the catalogue's file, and as long as it.
+    upload_dir: keeps uploaded and fetched adapters; None keeps them beside the catalogue's file, and as long
+        as it.
     lora_modules: registered before the server is ready, and loaded as far as there are slots.
     adapter_roots: folders from which the control plane may register adapters, beside lora_modules' own.
+    adapter_sources: what remote adapters may lie under that the control plane registers, beside lora_modules'
+        own addresses.
     drain_timeout_s: seconds that running streams get at shutdown.
-    allow_insecure_admin: serve the control plane, which asks nobody who they are, beyond this machine.
+    tls_cert_file, tls_key_file: in PEM; both ports of gRPC then speak TLS. Both or none.
+    tls_client_ca_file: authorities, in PEM, one of which must have signed a client's certificate.
+    admin_tls_client_ca_file: takes the former's place on the control plane.
+    api_token_file, admin_token_file: the tokens of which a call to the data plane, or to the control plane,
+        must bring one.
+    allow_insecure_admin: serve the control plane beyond this machine without a token or client certificates.
     log_prompts: put prompts as they came into the request log; off, no log holds text of a prompt.
     """
 
@@ -93,7 +102,14 @@ class ServerConfig:
     upload_dir: Path | None = None
     lora_modules: tuple[LoraModule, ...] = ()
     adapter_roots: tuple[Path, ...] = ()
+    adapter_sources: tuple[Address, ...] = ()
     drain_timeout_s: float = 30.0
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    tls_client_ca_file: Path | None = None
+    admin_tls_client_ca_file: Path | None = None
+    api_token_file: Path | None = None
+    admin_token_file: Path | None = None
     allow_insecure_admin: bool = False
     ports_file: Path | None = None
     log_format: LogFormat = LogFormat.CONSOLE
@@ -103,7 +119,7 @@ class ServerConfig:
 
     @property
     def upload_folder(self) -> Path | None:
-        """Where uploaded adapters are kept; None is a temporary folder."""
+        """Where uploaded and fetched adapters are kept; None is a temporary folder."""
         if self.upload_dir is not None or self.state == ":memory:":
             return self.upload_dir
         return Path(f"{self.state}.uploads")

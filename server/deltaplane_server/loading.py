@@ -46,6 +46,7 @@ def load_backend(config: EngineConfig, folder: Path) -> Backend:
                 model.adapter_layout(),
                 max_lora_rank=config.max_lora_rank,
                 dtype=dtype,
+                base=execution.base,
                 host_pages=host_pages.result(),
             ),
             pool=execution.pool,

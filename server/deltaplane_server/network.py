@@ -13,9 +13,22 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. Errors: StartupError, where its name has no address."""
-    return all(ipaddress.ip_address(address[0]).is_loopback for _, address in _resolve(host, 0, "host"))
+def addresses(host: str, flag: str) -> tuple[str, ...]:
+    """The IP addresses of `host`. To listen on them, and not on the name, is to listen on what was checked.
+
+    flag: the name of the option, for the message. Errors: StartupError, where the name has no address.
+    """
+    return tuple(dict.fromkeys(address for _, (address, _) in _resolve(host, 0, flag)))
+
+
+def is_loopback(host: str, flag: str) -> bool:
+    """Whether only this machine can reach `host`. Errors: as addresses()."""
+    return all(_is_loopback(ipaddress.ip_address(address)) for address in addresses(host, flag))
+
+
+def _is_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def check_can_listen(flag: str, host: str, port: int) -> None:
@@ -54,6 +67,8 @@ def _how_to_mend(error: OSError) -> str:
 
 def _resolve(host: str, port: int, what: str) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
     try:
+        if not host:
+            raise OSError("it is empty")  # which getaddrinfo takes for all addresses
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise StartupError(

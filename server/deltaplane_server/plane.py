@@ -1,11 +1,14 @@
 """A gRPC server of one plane: its port, its health, its reflection."""
 
+from functools import partial
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deltaplane_controlplane.interceptor import ErrorInterceptor
-from deltaplane_server.network import join_host_port
+from deltaplane_server.access.plane_access import PlaneAccess
+from deltaplane_server.network import addresses, join_host_port
 from deltaplane_server.startup import StartupError, one_line
 from deltaplane_server.telemetry.grpc_metrics import GrpcServerMetrics
 
@@ -28,29 +31,43 @@ _OPTIONS: list[tuple[str, int]] = [
 class Plane:
     """One grpc.aio server. Errors of handlers are answered by the one table, calls are counted."""
 
-    def __init__(self, service: str, metrics: GrpcServerMetrics) -> None:
-        """service: the full name of the service that it is for."""
-        self._service = service
+    def __init__(
+        self, service: str, metrics: GrpcServerMetrics, access: PlaneAccess, *, also: tuple[str, ...] = ()
+    ) -> None:
+        """service: the full name of the service that it is for. also: of others beside it."""
+        self._services = (service, *also)
+        self._access = access
         self._health = health.aio.HealthServicer()
         self.server = grpc.aio.server(
-            options=_OPTIONS, interceptors=[metrics.interceptor(), ErrorInterceptor()]
+            options=_OPTIONS,
+            interceptors=[
+                *access.interceptors(partial(metrics.count_refused, service)),
+                metrics.interceptor(),
+                ErrorInterceptor(),
+            ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection(
-            (service, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
+            (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
         )
 
     async def start(self, flag: str, host: str, port: int) -> int:
         """Listens, says SERVING and returns the port. Errors: StartupError."""
-        try:
-            bound = self.server.add_insecure_port(join_host_port(host, port))
-        except RuntimeError as error:
-            address = join_host_port(host, port)
-            raise StartupError(f"{flag} {address}: cannot listen there ({one_line(error)})") from None
+        for address in addresses(host, flag):  # all that the name has, on one port
+            port = self._listen(flag, address, port)
         await self.server.start()
-        for name in ("", self._service):
+        for name in ("", *self._services):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return bound
+        return port
+
+    def _listen(self, flag: str, address: str, port: int) -> int:
+        credentials, host_port = self._access.credentials(), join_host_port(address, port)
+        try:
+            if credentials is None:
+                return self.server.add_insecure_port(host_port)
+            return self.server.add_secure_port(host_port, credentials)
+        except RuntimeError as error:
+            raise StartupError(f"{flag} {host_port}: cannot listen there ({one_line(error)})") from None
 
     async def stop_serving(self) -> None:
         """Says NOT_SERVING from now on."""

@@ -5,18 +5,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry, Gauge, Info
 
-from deltaplane.v1 import adapters_pb2_grpc, generation_pb2_grpc
+from deltaplane.v1 import adapters_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.composition import max_composition_rows
 from deltaplane_controlplane.errors import DeltaplaneError, ResourceExhaustedError
 from deltaplane_controlplane.manager import AdapterManager, ManagerConfig
-from deltaplane_controlplane.ports import ServerFigures, rank_pages
+from deltaplane_controlplane.operation_service import OperationServicer
+from deltaplane_controlplane.ports import ServerFigures
 from deltaplane_controlplane.service import AdapterServicer
-from deltaplane_controlplane.upload_folder import UploadFolder
 from deltaplane_controlplane.uploads import UploadLimits, Uploads
 from deltaplane_controlplane.versions import Tier
-from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES
+from deltaplane_server.access.plane_access import Access
+from deltaplane_server.adapters.file_bounds import file_bounds
+from deltaplane_server.adapters.remote.addresses import AllowedSources, is_remote, parse_prefix
+from deltaplane_server.adapters.remote.bucket import check_installed
+from deltaplane_server.adapters.remote.fetcher import RemoteFetcher
+from deltaplane_server.adapters.remote.host import FileBounds
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import LoraModule, ServerConfig
 from deltaplane_server.dataplane.admission import Admission
@@ -41,9 +48,6 @@ _LAST_WORDS_S = 5.0
 
 _ENGINE_CHECK_S = 0.5
 
-_MAX_HEADER_BYTES = 4 << 20
-"""Of an uploaded safetensors file: more than its reader takes."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -58,19 +62,22 @@ class Server:
         config: ServerConfig,
         backend: Backend,
         catalogue: Catalogue,
-        uploads: UploadFolder,
+        store: AdapterStore,
         lifecycle: Lifecycle,
         registry: CollectorRegistry,
+        access: Access,
     ) -> None:
-        """Takes the catalogue and the folder over. Errors: those of AdapterManager."""
+        """Takes the catalogue and the store over. Errors: those of AdapterManager."""
         self._config = config
         self._lifecycle = lifecycle
         self._failed = asyncio.Event()
         self._stopping = asyncio.Lock()
         self._stopped = False
-        self._watch: asyncio.Task[None] | None = None
-        self._upload_folder = uploads
-        self.manager = _make_manager(config, backend, catalogue, uploads)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._store = store
+        self._access = access
+        self._fetcher = _make_fetcher(config, backend, store)
+        self.manager = _make_manager(config, backend, catalogue, store, self._fetcher)
         self.engine = Engine(
             Scheduler(backend.scheduler),
             backend.runner,
@@ -87,7 +94,7 @@ class Server:
         self._limits = _request_limits(backend)
         self._prompts = Prompts(backend.tokenizer, self._limits)
         self._admin = AdapterServicer(
-            self.manager, self._figures, Uploads(self.manager, uploads, _upload_limits(config, backend))
+            self.manager, self._figures, Uploads(self.manager, store, _upload_limits(config, backend))
         )
         self._backend = backend
         grpc_metrics = GrpcServerMetrics(registry)
@@ -105,7 +112,7 @@ class Server:
         config = self._config
         admin_port = await self._control_plane.start("--admin-port", config.admin_host, config.admin_port)
         port = await self._data_plane.start("--port", config.host, config.port)
-        self._watch = asyncio.create_task(self._watch_engine())
+        self._tasks = [asyncio.create_task(self._watch_engine()), asyncio.create_task(self._access.follow())]
         self._lifecycle.phase = Phase.SERVING
         return port, admin_port
 
@@ -136,13 +143,14 @@ class Server:
         await self._data_plane.stop(_LAST_WORDS_S)
 
     async def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._streams.stop()
         await asyncio.to_thread(self.manager.close)
+        await asyncio.to_thread(self._fetcher.close)
         await self._control_plane.stop(_LAST_WORDS_S)
         await asyncio.to_thread(self._admin.close)
-        await asyncio.to_thread(self._upload_folder.close)
+        await asyncio.to_thread(self._store.close)
         self._prompts.close()
         log.info("server.stopped")
 
@@ -156,7 +164,7 @@ class Server:
         return {"running": stats.num_running, "waiting": stats.num_waiting}
 
     def _make_data_plane(self, metrics: GrpcServerMetrics) -> Plane:
-        plane = Plane("deltaplane.v1.GenerationService", metrics)
+        plane = Plane("deltaplane.v1.GenerationService", metrics, self._access.data_plane)
         config, backend = self._config, self._backend
         servicer = GenerationServicer(
             model_card(config.engine, backend.facts, self._limits, backend.scheduler),
@@ -170,8 +178,15 @@ class Server:
         return plane
 
     def _make_control_plane(self, metrics: GrpcServerMetrics) -> Plane:
-        plane = Plane("deltaplane.v1.AdapterService", metrics)
+        plane = Plane(
+            "deltaplane.v1.AdapterService",
+            metrics,
+            self._access.control_plane,
+            also=("deltaplane.v1.OperationService",),
+        )
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self._admin, plane.server)
+        operations = OperationServicer(self.manager.operations)
+        operations_pb2_grpc.add_OperationServiceServicer_to_server(operations, plane.server)
         return plane
 
     def _collect(self, registry: CollectorRegistry) -> None:
@@ -188,6 +203,10 @@ class Server:
         Info("deltaplane_server", "What is served.", registry=registry).info(
             {"version": VERSION, "model": name, "dtype": facts.dtype, "device": facts.device}
         )
+        if (access := self._access.data_plane).has_tls:  # both planes show the same certificate
+            expiry = "deltaplane_tls_certificate_expiry_timestamp_seconds"
+            gauge = Gauge(expiry, "When the server's certificate expires.", registry=registry)
+            gauge.set_function(lambda: access.certificate_expires)
 
     def _figures(self) -> ServerFigures:
         """For GetCapacity."""
@@ -207,7 +226,7 @@ class Server:
         modules = self._config.lora_modules
         for module in modules:
             with _naming(module):
-                await asyncio.to_thread(self.manager.register_trusted, module.name, str(module.path))
+                await asyncio.to_thread(self.manager.register_trusted, module.name, module.source)
         self.manager.start()
         for module in modules[: self._backend.pool.num_slots]:
             with _naming(module):
@@ -231,7 +250,11 @@ class Server:
 
 
 def _make_manager(
-    config: ServerConfig, backend: Backend, catalogue: Catalogue, uploads: UploadFolder
+    config: ServerConfig,
+    backend: Backend,
+    catalogue: Catalogue,
+    store: AdapterStore,
+    fetcher: RemoteFetcher,
 ) -> AdapterManager:
     return AdapterManager(
         loader=backend.loader,
@@ -242,18 +265,30 @@ def _make_manager(
             allowed_roots=config.adapter_roots,
         ),
         catalogue=catalogue,
-        uploads=uploads,
+        store=store,
+        fetcher=fetcher,
     )
+
+
+def _make_fetcher(config: ServerConfig, backend: Backend, store: AdapterStore) -> RemoteFetcher:
+    """One for what is allowed, and for the adapters of the command line.
+
+    Errors: FailedPreconditionError (a package that these need is not installed).
+    """
+    sources = [module.source for module in config.lora_modules]
+    allowed = [*config.adapter_sources, *(parse_prefix(source) for source in sources if is_remote(source))]
+    if any(address.scheme == "s3" for address in allowed):
+        check_installed()
+    return RemoteFetcher(store, AllowedSources(allowed), _bounds(config, backend))
+
+
+def _bounds(config: ServerConfig, backend: Backend) -> FileBounds:
+    return file_bounds(backend.facts, config.engine.max_lora_rank, backend.pool.page_bytes)
 
 
 def _upload_limits(config: ServerConfig, backend: Backend) -> UploadLimits:
-    """Files that fit: the elements of an adapter of the highest rank, as float32, which takes no more than
-    twice the bytes of its rank pages."""
-    pages = rank_pages(config.engine.max_lora_rank)
-    return UploadLimits(
-        max_config_bytes=MAX_CONFIG_BYTES,
-        max_weights_bytes=_MAX_HEADER_BYTES + 2 * pages * backend.pool.page_bytes,
-    )
+    bounds = _bounds(config, backend)
+    return UploadLimits(bounds.max_config_bytes, bounds.max_weights_bytes)
 
 
 def _request_limits(backend: Backend) -> RequestLimits:
@@ -263,6 +298,8 @@ def _request_limits(backend: Backend) -> RequestLimits:
         kv_tokens=backend.scheduler.kv_tokens,
         eos_token_ids=backend.facts.eos_token_ids,
         has_chat_template=backend.tokenizer.has_chat_template,
+        max_adapters=backend.pool.num_slots,
+        max_composition_rows=max_composition_rows(backend.pool.num_pages),
     )
 
 
@@ -272,4 +309,4 @@ def _naming(module: LoraModule) -> Iterator[None]:
     try:
         yield
     except DeltaplaneError as error:
-        raise StartupError(f"--lora-modules {module.name}={module.path}: {error.message}") from error
+        raise StartupError(f"--lora-modules {module.name}={module.source}: {error.message}") from error

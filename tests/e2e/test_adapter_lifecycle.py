@@ -79,6 +79,9 @@ class Admin:
     async def load(self, name: str) -> adapters_pb2.Adapter:
         return await self._call("LoadAdapter", name=name)
 
+    async def pin(self, name: str) -> adapters_pb2.Adapter:
+        return await self._call("PinAdapter", name=name)
+
     async def evict(self, name: str) -> adapters_pb2.Adapter:
         return await self._call("EvictAdapter", name=name)
 
@@ -286,6 +289,27 @@ async def test_every_adapter_gets_its_turn_though_others_want_the_slots(
     answers = await ask_all(server.address, [Ask(name, PROMPT, 24) for name in names])
     for name, answer in zip(names, answers, strict=True):
         assert answer.tokens == reference.greedy(PROMPT, name, 24).tokens, name
+
+
+async def test_a_request_waits_while_all_slots_are_pinned_or_in_use(
+    server: Served, admin: Admin, trained: dict[str, Path], reference: Reference
+) -> None:
+    for name in ("one", "two", "three"):
+        await admin.register(name, trained[name])
+    await admin.pin("one")
+    code, details = await failure(admin.pin("two"))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "1 of 2 slots are pinned" in details
+    async with running(server, "two") as stream, grpc.aio.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        hasty = stub.Generate(Ask("three", PROMPT, 12).request(), timeout=0.2)
+        patient = asyncio.ensure_future(ask(server, "three"))
+        code, _ = await failure(Stream(hasty, aiter(hasty)).rest())
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await stream.rest() == reference.greedy(PROMPT, "two", LONG).tokens
+    assert (await patient).tokens == reference.greedy(PROMPT, "three", 12).tokens
+    await no_leases(admin, "three")
+    assert (await admin.get("one")).evictions == 0
 
 
 async def test_an_evicted_adapter_in_use_is_refused_and_streams_on(

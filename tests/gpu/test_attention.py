@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 
-from deltaplane_kernels.attention import AttentionPlan, DecodePlan, TokenRun, paged_attention
-from paged_cases import PagedCase, make_case, reference
+from deltaplane_kernels.attention import AttentionPlan, FixedPlan, TokenRun, paged_attention
+from deltaplane_kernels.attention_index import IndexBuffer
+from paged_cases import PagedCase, fixed_plan, make_case, reference
 
 GPU = torch.device("cuda")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -121,19 +122,26 @@ def test_refuses_a_window_that_is_not_planned() -> None:
         paged_attention(case.queries, case.kv, plan, window=8)
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("num_rows", [1, 5, 64, 256])
-def test_a_graph_serves_other_lengths_than_at_capture(num_rows: int, window: int | None) -> None:
-    """The pages of all steps are of one case, which stands still; steps take sequences of it."""
-    longest = 8000 if num_rows < 64 else 900
-    case = llama(decodes(num_rows, longest))
-    plan = DecodePlan(num_rows, longest // 16 + 1, layout=case.layout, windows=[window], device=GPU)
-    queries = case.queries.clone()
-    plan.fill([TokenRun(0, 1, case.runs[0].pages)])
+def captured(
+    plan: FixedPlan, case: PagedCase, window: int | None
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
+    """A graph of attention under a plan that is empty; its queries and its output."""
+    queries = torch.full((plan.num_tokens, *case.queries.shape[1:]), torch.nan, device=GPU).to(case.kv.dtype)
     paged_attention(queries, case.kv, plan, window)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention(queries, case.kv, plan, window)
+    return graph, queries, out
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("num_rows", [1, 5, 64, 256])
+def test_a_graph_of_decodes_serves_other_lengths_than_at_capture(num_rows: int, window: int | None) -> None:
+    """The pages of all steps are of one case, which stands still; steps take sequences of it."""
+    longest = 8000 if num_rows < 64 else 900
+    case = llama(decodes(num_rows, longest))
+    plan = fixed_plan(num_rows, num_rows, longest // 16 + 1, case.layout, window, GPU, decodes_alone=True)
+    graph, queries, out = captured(plan, case, window)
 
     for seed in range(4):
         chance = random.Random(seed)
@@ -148,13 +156,79 @@ def test_a_graph_serves_other_lengths_than_at_capture(num_rows: int, window: int
         assert not out[len(picked) :].any()
 
 
-def test_steps_may_be_filled_before_those_before_them_have_run() -> None:
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("num_rows", [64, 256, 1024])
+def test_a_graph_of_mixed_steps_serves_any_mix(num_rows: int, window: int | None) -> None:
+    """Random ones of decodes and chunks, decodes alone, one chunk alone, one token, and a step of no padding;
+    out of a case whose pages stand still."""
+    most, longest = 48, 4000
+    case = llama([(longest - num_rows, num_rows)] * most)
+    plan = fixed_plan(num_rows, most, longest // 16, case.layout, window, GPU)
+    graph, queries, out = captured(plan, case, window)
+
+    for seed, counts in enumerate(
+        [
+            *(mixed_counts(num_rows, most, seed) for seed in range(6)),
+            [1] * most,
+            [num_rows - 9],
+            [1],
+            [num_rows],
+        ]
+    ):
+        chance = random.Random(seed)
+        runs = [
+            TokenRun(chance.choice([0, 15, chance.randrange(longest - count)]), count, run.pages)
+            for count, run in zip(counts, chance.sample(case.runs, len(counts)), strict=True)
+        ]
+        num_tokens = sum(counts)
+        queries[:num_tokens] = case.queries[:num_tokens]
+        queries[num_tokens:] = torch.nan
+        plan.fill(runs)
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = reference(queries[:num_tokens], case.kv, runs, window)
+        torch.testing.assert_close(out[:num_tokens].float(), expected, rtol=0, atol=2e-2)
+        assert not out[num_tokens:].any()
+
+
+def mixed_counts(num_tokens: int, most: int, seed: int) -> list[int]:
+    """The tokens of each of at most `most` sequences, num_tokens or fewer in all, in any order."""
+    chance = random.Random(seed)
+    counts: list[int] = []
+    while len(counts) < most and (left := num_tokens - sum(counts)) > 0:
+        counts.append(1 if chance.random() < 0.5 else chance.randint(1, left))
+    chance.shuffle(counts)
+    return counts
+
+
+def test_a_graph_of_a_mixed_step_gives_the_bits_of_one_that_is_not_captured() -> None:
+    """Of chunks: their tiles are the same. The splits of decodes follow their number, too."""
+    case = llama([(500, 1), (40, 1), (0, 100), (333, 77)])
+    plan = fixed_plan(256, 8, 40, case.layout, None, GPU)
+    graph, queries, out = captured(plan, case, None)
+    queries[: len(case.queries)] = case.queries
+    plan.fill(case.runs)
+    graph.replay()
+    eager = AttentionPlan(case.runs, layout=case.layout, windows=[None], dtype=case.kv.dtype, device=GPU)
+    expected = paged_attention(case.queries, case.kv, eager)
+    assert torch.equal(out[2 : len(expected)], expected[2:])
+    torch.testing.assert_close(out[:2], expected[:2], rtol=0, atol=1e-2)
+
+
+def test_steps_of_several_sizes_may_be_filled_before_those_before_them_have_run() -> None:
     case = llama(decodes(8, 2000))
-    plan = DecodePlan(8, 126, layout=case.layout, windows=[None], device=GPU)
+    buffer = IndexBuffer(
+        8, 8, 126, decodes_alone=True, page_size=16, num_kv_heads=case.layout.num_heads, device=GPU
+    )
+    plans = {rows: FixedPlan(rows, buffer, layout=case.layout, windows=[None]) for rows in (4, 8)}
     outs = []
     for step in range(20):
+        rows = 8 - step % 8
+        plan = plans[8 if rows > 4 else 4]
         plan.fill(case.runs[step % 8 :])
-        outs.append(paged_attention(case.queries, case.kv, plan))
+        queries = torch.zeros(plan.num_tokens, *case.queries.shape[1:], device=GPU, dtype=case.kv.dtype)
+        queries[:rows] = case.queries[:rows]
+        outs.append(paged_attention(queries, case.kv, plan))
     for step, out in enumerate(outs):
         rows = 8 - step % 8
         runs = case.runs[step % 8 :]

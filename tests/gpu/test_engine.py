@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from deltaplane_server.config import EngineConfig
+from deltaplane_server.execution.kv_cache import kv_page_bytes
+from deltaplane_server.models.config import load_decoder_config
 from e2e_reference import Continuation, Reference
 from in_process import Answer, Ask, InProcess, in_process
 from peft_factory import ADAPTERS, FAMILIES, byte_tokenizer, make_adapter, make_tiny_model
@@ -47,14 +49,14 @@ class Case:
         return [reference.greedy(ask.prompt, ask.adapter, ask.num_tokens) for ask in self.asks()]
 
     def config(self, **options: Any) -> EngineConfig:
-        defaults: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 48, "max_lora_rank": 17}
-        return EngineConfig(
-            str(self.model),
-            self.family,
-            device=DEVICE,
-            kv_cache_bytes=64 << 20,
-            **{"dtype": "float32", **defaults, **options},
-        )
+        defaults: dict[str, Any] = {
+            "dtype": "float32",
+            "max_num_batched_tokens": 128,
+            "max_num_seqs": 48,
+            "max_lora_rank": 17,
+            "kv_cache_bytes": 64 << 20,
+        }
+        return EngineConfig(str(self.model), self.family, device=DEVICE, **{**defaults, **options})
 
     def asks(self) -> list[Ask]:
         """Each length of prompt with the base and each adapter, in a random order, with random lengths of
@@ -118,6 +120,8 @@ def check_equal(case: Case, engine: InProcess, chosen: Sequence[int]) -> None:
         {"enable_prefix_caching": True},
         {"max_loras": 2},
         {"page_size": 32, "max_num_seqs": 7},
+        {"max_num_batched_tokens": 1000, "max_num_seqs": 300},
+        {"enforce_eager": True},
     ],
     ids=str,
 )
@@ -129,6 +133,15 @@ def test_float32_equals_transformers_and_peft_token_for_token(case: Case, option
     with in_process(case.config(**options), case.model, case.adapters) as engine:
         for chosen in (everything, of_the_base, [0], everything):
             check_equal(case, engine, chosen)
+
+
+def test_sequences_that_are_preempted_go_on_as_they_would_have(case: Case) -> None:
+    """All at once, with pages for three of the longest."""
+    model, size = load_decoder_config(case.model, None), 16
+    pages = 3 * -(-(max(PROMPT_LENGTHS) + 30) // size)
+    kv_cache_bytes = pages * kv_page_bytes(model, size, torch.float32)
+    with in_process(case.config(kv_cache_bytes=kv_cache_bytes), case.model, case.adapters) as engine:
+        check_equal(case, engine, range(len(case.asks())))
 
 
 def test_float32_without_lora_equals_transformers(case: Case) -> None:
@@ -195,6 +208,22 @@ def test_bfloat16_is_no_further_from_float32_than_transformers(wide: Case) -> No
     our_error, their_error = ((rows - exact).norm() / spread for rows in (ours, theirs))
     assert our_error <= 1.05 * their_error
     assert our_error < 0.05
+
+
+def test_a_prompt_gives_the_same_bits_in_a_graph_and_kernel_by_kernel(wide: Case) -> None:
+    """Prompts that fill a graph's rows: products of the same shapes."""
+    rng = random.Random(2)
+    asks = [
+        Ask(adapter, [rng.randrange(256) for _ in range(length)], 1, top=VOCAB)
+        for adapter in ("", *wide.adapters)
+        for length in (64, 128)
+    ]
+    answers = []
+    for enforce_eager in (False, True):
+        config = wide.config(dtype="bfloat16", enforce_eager=enforce_eager)
+        with in_process(config, wide.model, wide.adapters) as engine:
+            answers.append([engine.ask_all([ask])[0].logprobs for ask in asks])
+    assert answers[0] == answers[1]
 
 
 def first_logprobs(asks: Sequence[Ask], case: Case, dtype: torch.dtype) -> torch.Tensor:

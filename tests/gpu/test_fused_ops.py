@@ -11,11 +11,11 @@ from torch import Tensor
 
 from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.argmax import argmax
-from deltaplane_kernels.attention import AttentionPlan, DecodePlan, TokenRun, rotary_write_kv, write_kv
+from deltaplane_kernels.attention import AttentionPlan, TokenRun, rotary_write_kv, write_kv
 from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.norm import add_rms_norm, rms_norm
 from deltaplane_kernels.rotary import apply_rotary, rotary_factors
-from paged_cases import PagedCase, make_case
+from paged_cases import PagedCase, fixed_plan, make_case
 
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_write_kv(dtype: torch.dtype) -> None:
 
 def test_a_graph_writes_to_the_places_of_its_step(dtype: torch.dtype) -> None:
     case = written_case(2, 4, 64, dtype)
-    plan = DecodePlan(4, 8, layout=case.layout, windows=[None], device=GPU)
+    plan = fixed_plan(4, 4, 8, case.layout, None, GPU, decodes_alone=True)
     heads, kv = torch.randn(4, 12, 64, device=GPU).to(dtype), on_gpu(case)
     cos, sin = torch.ones(4, 1, 64, device=GPU, dtype=dtype), torch.zeros(4, 1, 64, device=GPU, dtype=dtype)
     rotary_write_kv(heads, cos, sin, kv, plan)  # compiles; all rows are padding

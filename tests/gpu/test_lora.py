@@ -12,7 +12,17 @@ from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora import RankPagePool
-from lora_cases import BASE, MIXES, Adapter, add_delta_by_loop, make_adapter, make_layout, make_mix
+from deltaplane_kernels.lora_segments import Blend, Segments
+from lora_cases import (
+    BASE,
+    MIXES,
+    Adapter,
+    add_delta_by_loop,
+    is_touched,
+    make_adapter,
+    make_layout,
+    make_mix,
+)
 
 BATCH_SIZES = (1, 2, 3, 7, 16, 33, 64, 133, 256)
 RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
@@ -24,27 +34,55 @@ WIDE = make_layout(num_layers=1, hidden=2056, kv=520, intermediate=4104)
 """Several splits of the input and blocks of columns, neither in whole numbers."""
 
 
+MEMBERS = range(4)
+"""The adapters of make_adapters that take part in blends."""
+
+BLENDS: list[Blend] = [
+    ((0, 0.7), (2, -1.3)),
+    ((2, 1.5),),
+    ((3, 0.25), (1, 2.0), (0, -0.5)),
+    ((1, 1.0), (3, 1.0)),
+    ((3, 0.7), (2, 0.0), (1, -1.0), (0, 0.5)),
+]
+MAX_BLENDS = 3
+
+
 def make_adapters(layout: AdapterLayout, dtype: torch.dtype) -> list[Adapter]:
+    """Plain ones, then some with gains and biases: beside rank rows, across the end of a page, alone."""
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    last = [layout.num_layers - 1]
     return [
         make_adapter(layout, 8, seed=1, dtype=dtype),
         make_adapter(layout, 16, seed=2, modules=["q_proj", "v_proj"], dtype=dtype),
         make_adapter(layout, [1, 4, 12, 3], seed=3, dtype=dtype),
-        make_adapter(layout, 17, seed=4, layers=[layout.num_layers - 1], dtype=dtype),
+        make_adapter(layout, 17, seed=4, layers=last, dtype=dtype),
         make_adapter(layout, 2, seed=5, modules=["down_proj"], dtype=dtype),
         make_adapter(layout, 40, seed=6, modules=["k_proj", "up_proj"], dtype=dtype),
+        make_adapter(layout, [8, 3], seed=7, gains=[*attention, *mlp], dtype=dtype),
+        make_adapter(layout, [15, 7], seed=8, modules=attention, gains=mlp, biases=attention, dtype=dtype),
+        make_adapter(layout, 1, seed=9, modules=[], layers=last, biases=["k_proj", "o_proj"], dtype=dtype),
+        make_adapter(layout, 23, seed=10, gains=attention, biases=["q_proj", *mlp], dtype=dtype),
     ]
 
 
-def filled_pool(layout: AdapterLayout, adapters: Sequence[Adapter], dtype: torch.dtype) -> RankPagePool:
-    """A pool with adapter i in slot i, in pages that run backwards and are never neighbours."""
-    hosts = [adapter.host_pages(dtype) for adapter in adapters]
+def filled_pool(
+    layout: AdapterLayout, adapters: Sequence[Adapter], dtype: torch.dtype, members: Sequence[int] = ()
+) -> RankPagePool:
+    """A pool with adapter i in slot i, in pages that run backwards and are never neighbours.
+
+    members: those that take part in blends. The others have NaN in the rows that they lack.
+    """
+    hosts = [
+        adapter.host_pages(dtype, beyond=0.0 if slot in members else torch.nan)
+        for slot, adapter in enumerate(adapters)
+    ]
     free = list(range(2 * sum(len(host) for host in hosts)))
-    pool = RankPagePool(layout, len(free), len(adapters), dtype, "cuda", max_tokens=MAX_TOKENS)
+    pool = RankPagePool(layout, len(free), len(adapters), dtype, "cuda", MAX_TOKENS, MAX_BLENDS)
     pool.pages.fill_(torch.nan)
     torch.cuda.synchronize()
     for slot, (adapter, host) in enumerate(zip(adapters, hosts, strict=True)):
         pages = [free.pop() for _ in range(2 * len(host))][::2]
-        pool.load(slot, pages, host.pin_memory(), adapter.ranks)
+        pool.load(slot, pages, host.pin_memory(), adapter.rows)
     pool.check_integrity()
     return pool
 
@@ -60,7 +98,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def check_output(
     adapters: Sequence[Adapter],
-    segments: Sequence[tuple[int, int]],
+    segments: Segments,
     layer: int,
     linear: PackedLinear,
     x: Tensor,
@@ -79,12 +117,12 @@ def check_output(
         untouched = [
             row
             for row, slot in enumerate(owners)
-            if slot == BASE or (layer, linear.name, index) not in adapters[slot].matrices
+            if not is_touched(adapters, slot, (layer, linear.name, index))
         ]
         assert same_bits(y[untouched, columns], before[untouched, columns])
 
 
-def check_step(pool: RankPagePool, adapters: Sequence[Adapter], segments: Sequence[tuple[int, int]]) -> None:
+def check_step(pool: RankPagePool, adapters: Sequence[Adapter], segments: Segments) -> None:
     step = pool.step(segments)
     layout = adapters[0].layout
     if all(slot == BASE for slot, _ in segments):
@@ -104,13 +142,13 @@ def check_step(pool: RankPagePool, adapters: Sequence[Adapter], segments: Sequen
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def small(request: pytest.FixtureRequest) -> tuple[RankPagePool, list[Adapter]]:
     adapters = make_adapters(SMALL, request.param)
-    return filled_pool(SMALL, adapters, request.param), adapters
+    return filled_pool(SMALL, adapters, request.param, MEMBERS), adapters
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
 def wide(request: pytest.FixtureRequest) -> tuple[RankPagePool, list[Adapter]]:
     adapters = make_adapters(WIDE, request.param)
-    return filled_pool(WIDE, adapters, request.param), adapters
+    return filled_pool(WIDE, adapters, request.param, MEMBERS), adapters
 
 
 @pytest.mark.parametrize("batch", BATCH_SIZES)
@@ -120,10 +158,23 @@ def test_mixes_equal_the_loop(small: tuple[RankPagePool, list[Adapter]], mix: st
     check_step(pool, adapters, make_mix(mix, batch, len(adapters), seed=batch))
 
 
-@pytest.mark.parametrize("mix", ["uniform", "skewed", "identical"])
-def test_wide_linears_equal_the_loop(wide: tuple[RankPagePool, list[Adapter]], mix: str) -> None:
+@pytest.mark.parametrize("batch", [3, 33, 64])
+@pytest.mark.parametrize("mix", ["distinct", "zipf", "identical"])
+def test_blends_beside_adapters_and_base_rows_equal_the_loop(
+    small: tuple[RankPagePool, list[Adapter]], mix: str, batch: int
+) -> None:
+    pool, adapters = small
+    blends = BLENDS[batch % 3 :][:MAX_BLENDS]
+    check_step(pool, adapters, make_mix(mix, batch, len(adapters), seed=batch, blends=blends))
+
+
+@pytest.mark.parametrize("mix", ["distinct", "skewed", "identical"])
+@pytest.mark.parametrize("blends", [BLENDS[:2], BLENDS[2:]])
+def test_wide_linears_equal_the_loop(
+    wide: tuple[RankPagePool, list[Adapter]], mix: str, blends: list[Blend]
+) -> None:
     pool, adapters = wide
-    check_step(pool, adapters, make_mix(mix, 33, len(adapters), seed=4))
+    check_step(pool, adapters, make_mix(mix, 33, len(adapters), seed=4, blends=blends))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -134,13 +185,14 @@ def test_ranks_mixed_in_one_batch_equal_the_loop(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("num_tokens", [17, 65, 300])
+@pytest.mark.parametrize("num_tokens", [17, 65, 300, 600])
 def test_prefills_beside_decodes_equal_the_loop(
     small: tuple[RankPagePool, list[Adapter]], num_tokens: int
 ) -> None:
     pool, adapters = small
-    decodes = [(0, 1), (2, 1), (BASE, 1), (0, 1), (3, 1)]
-    check_step(pool, adapters, [*decodes, (2, num_tokens), (BASE, 3), (0, num_tokens), (2, 1)])
+    decodes: Segments = [(0, 1), (2, 1), (BASE, 1), (BLENDS[0], 1), (0, 1), (9, 1)]
+    prefills: Segments = [(2, num_tokens), (BASE, 3), (BLENDS[0], num_tokens), (6, num_tokens), (2, 1)]
+    check_step(pool, adapters, [*decodes, *prefills])
 
 
 def test_prefill_of_2000_tokens_beside_decodes_equals_the_loop(
@@ -152,7 +204,16 @@ def test_prefill_of_2000_tokens_beside_decodes_equals_the_loop(
 
 def test_wide_prefill_equals_the_loop(wide: tuple[RankPagePool, list[Adapter]]) -> None:
     pool, adapters = wide
-    check_step(pool, adapters, [(5, 1), (0, 200), (BASE, 1), (3, 130)])
+    check_step(pool, adapters, [(5, 1), (0, 200), (BASE, 1), (9, 130), (BLENDS[2], 70)])
+    check_step(pool, adapters, [(5, 1), (0, 800), (BASE, 1), (9, 230), (BLENDS[2], 70)])
+
+
+def test_the_highest_rank_has_a_gain_and_a_bias_beside_it() -> None:
+    kinds = ["q_proj", "down_proj"]
+    adapter = make_adapter(SMALL, 256, modules=kinds, gains=kinds, biases=kinds, dtype=torch.float16)
+    check_step(filled_pool(SMALL, [adapter], torch.float16), [adapter], [(0, 3), (BASE, 1), (0, 20)])
+    with pytest.raises(ValueError, match="an adapter of rank 257; at most rank 256 runs on a GPU"):
+        filled_pool(SMALL, [make_adapter(SMALL, 257, modules=kinds)], torch.float32)
 
 
 def test_shrunk_rows_are_kept_in_float32() -> None:
@@ -174,7 +235,12 @@ def test_shrunk_rows_are_kept_in_float32() -> None:
 
 def test_the_same_step_gives_the_same_bits(wide: tuple[RankPagePool, list[Adapter]]) -> None:
     pool, adapters = wide
-    for segments in (make_mix("uniform", 64, len(adapters), seed=9), [(0, 300), (2, 1), (5, 77)]):
+    mixes: list[Segments] = [
+        make_mix("uniform", 64, len(adapters), seed=9, blends=BLENDS[:2]),
+        [(0, 300), (2, 1), (9, 77), (BLENDS[2], 40)],
+        [(0, 900), (2, 1), (9, 177), (BLENDS[2], 40)],
+    ]
+    for segments in mixes:
         results = []
         for _ in range(5):
             step = pool.step(segments)
@@ -207,7 +273,7 @@ def test_an_adapter_that_overflows_reaches_no_other_row() -> None:
 
 
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("num_rows", [64, 300])
+@pytest.mark.parametrize("num_rows", [64, 300, 1100])
 def test_a_graph_serves_other_mixes_than_at_capture(
     small: tuple[RankPagePool, list[Adapter]], num_rows: int, begun: bool
 ) -> None:
@@ -233,7 +299,7 @@ def test_a_graph_serves_other_mixes_than_at_capture(
     for seed, (mix, batch) in enumerate(
         [("distinct", num_rows), ("zipf", num_rows), ("identical", num_rows), ("uniform", num_rows - 5)]
     ):
-        segments = make_mix(mix, batch, len(adapters), seed=seed)
+        segments = make_mix(mix, batch, len(adapters), seed=seed, blends=BLENDS[seed % 3 :][:MAX_BLENDS])
         inputs, before = {}, {}
         for linear in SMALL.linears:
             name = linear.name
@@ -268,12 +334,15 @@ def test_a_delta_that_was_begun_is_that_of_its_own_linear(small: tuple[RankPageP
 
 
 def test_steps_in_a_row_each_see_their_own_mix(small: tuple[RankPagePool, list[Adapter]]) -> None:
-    """More steps under way than tables that are staged at once."""
+    """More steps under way than tables that are staged at once, with more blends than have rows at once."""
     pool, adapters = small
     linear = SMALL.linears[3]
     x = random_rows(16, linear.in_features, pool.pages.dtype, seed=1)
     y = random_rows(16, linear.out_features, pool.pages.dtype, seed=2)
-    mixes = [make_mix("uniform", 16, len(adapters), seed=seed) for seed in range(20)]
+    mixes = [
+        make_mix("uniform", 16, len(adapters), seed=seed, blends=[BLENDS[(seed + i) % 5] for i in range(3)])
+        for seed in range(20)
+    ]
     device_x, results = x.cuda(), []
     for segments in mixes:
         step = pool.step(segments)
@@ -295,13 +364,25 @@ def test_a_slot_can_be_loaded_again() -> None:
     with pytest.raises(ValueError, match="slot 0 holds no adapter"):
         pool.step([(0, 1)])
     host = other.host_pages(torch.float32)
-    pool.load(0, [5, 0], host, other.ranks)
+    pool.load(0, [5, 0], host, other.rows)
     check_step(pool, [other], [(BASE, 1), (0, 3)])
+
+
+def test_a_blend_follows_what_is_in_its_members_slots() -> None:
+    one, two, other = (make_adapter(SMALL, rank, seed=rank) for rank in (9, 4, 20))
+    pool = filled_pool(SMALL, [one, two], torch.float32, members=[0, 1])
+    blend: Blend = ((0, 0.5), (1, -2.0))
+    check_step(pool, [one, two], [(blend, 3), (BASE, 1), (0, 1)])
+    pool.clear(0)
+    with pytest.raises(ValueError, match="slot 0 holds no adapter"):
+        pool.step([(blend, 1)])
+    pool.load(0, [4, 0, 2], other.host_pages(torch.float32, beyond=0.0), other.rows)
+    check_step(pool, [other, two], [(blend, 3), (BASE, 1), (0, 1)])
 
 
 def test_y_may_be_a_view_of_a_larger_buffer(small: tuple[RankPagePool, list[Adapter]]) -> None:
     pool, adapters = small
-    segments = [(0, 1), (BASE, 1), (0, 1)]
+    segments: Segments = [(0, 1), (BASE, 1), (0, 1)]
     step = pool.step(segments)
     assert step is not None
     linear = SMALL.linears[1]

@@ -9,7 +9,6 @@ import torch
 
 from deltaplane_kernels.attention import (
     AttentionPlan,
-    DecodePlan,
     KVLayout,
     TokenRun,
     paged_attention,
@@ -17,6 +16,7 @@ from deltaplane_kernels.attention import (
     write_kv,
 )
 from deltaplane_kernels.rotary import apply_rotary, rotary_factors
+from paged_cases import fixed_plan
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -176,9 +176,9 @@ def test_turns_and_writes_as_one_after_the_other() -> None:
 
 
 def test_a_decode_plan_refuses_what_it_has_no_room_for() -> None:
-    plan = DecodePlan(2, 3, layout=KVLayout(1, 2, PAGE, 16), windows=[None], device=CPU)
+    plan = fixed_plan(2, 2, 3, KVLayout(1, 2, PAGE, 16), None, CPU, decodes_alone=True)
     plan.fill([TokenRun(40, 1, [0, 1, 2])])
-    with pytest.raises(ValueError, match="3 runs do not fit a plan of 2 rows"):
+    with pytest.raises(ValueError, match="3 tokens of 3 runs do not fit a plan of 2 rows and 2 runs"):
         plan.fill([TokenRun(0, 1, [i]) for i in range(3)])
     with pytest.raises(ValueError, match="2 tokens and 1 pages is not a decode of at most 3 pages"):
         plan.fill([TokenRun(0, 2, [0])])
@@ -186,6 +186,19 @@ def test_a_decode_plan_refuses_what_it_has_no_room_for() -> None:
         plan.fill([TokenRun(0, 1, [0, 1, 2, 3])])
     with pytest.raises(ValueError, match="1 pages of 16 tokens do not hold 17 tokens"):
         plan.fill([TokenRun(16, 1, [0])])
+
+
+def test_a_plan_of_mixed_steps_refuses_what_it_has_no_room_for() -> None:
+    plan = fixed_plan(8, 2, 3, KVLayout(1, 2, PAGE, 16), None, CPU)
+    plan.fill([TokenRun(40, 1, [0, 1, 2]), TokenRun(0, 7, [3])])
+    with pytest.raises(ValueError, match="9 tokens of 2 runs do not fit a plan of 8 rows and 2 runs"):
+        plan.fill([TokenRun(40, 1, [0, 1, 2]), TokenRun(0, 8, [3])])
+    with pytest.raises(ValueError, match="3 tokens of 3 runs do not fit a plan of 8 rows and 2 runs"):
+        plan.fill([TokenRun(0, 1, [i]) for i in range(3)])
+    with pytest.raises(ValueError, match="2 tokens and 4 pages is not a run of at most 3 pages"):
+        plan.fill([TokenRun(0, 2, [0, 1, 2, 3])])
+    with pytest.raises(ValueError, match="1 pages of 16 tokens do not hold 18 tokens"):
+        plan.fill([TokenRun(16, 2, [0])])
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:

@@ -38,6 +38,19 @@ def test_writes_where_it_is_told(
     torch.testing.assert_close(out, linear(x))
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_the_weight(dtype: torch.dtype, blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if not blocked:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    weight, x = torch.randn(24, 16).to(dtype), torch.randn(5, 16).to(dtype)
+    linear = Linear(weight, torch.ones(24).to(dtype))
+    assert torch.equal(linear.rows(8, 21), weight[8:21])
+    torch.testing.assert_close(linear.product(x, 8, 21), x @ weight[8:21].T)
+    assert linear.bias is not None
+
+
 def test_reads_rows_that_are_not_contiguous() -> None:
     torch.manual_seed(0)
     linear = Linear(torch.randn(24, 16))

@@ -1,12 +1,24 @@
 """The LoRA op against the plainest loop, over mixes, batch sizes, ranks, types and segment lengths."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.lora import LONG_RUN, RankPagePool
-from lora_cases import BASE, MIXES, Adapter, add_delta_by_loop, make_adapter, make_layout, make_mix
+from deltaplane_kernels.lora_segments import Blend, Segments
+from lora_cases import (
+    BASE,
+    MIXES,
+    Adapter,
+    add_delta_by_loop,
+    is_touched,
+    make_adapter,
+    make_layout,
+    make_mix,
+)
 
 BATCH_SIZES = (1, 2, 3, 7, 16, 33, 64, 133, 256)
 RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
@@ -14,14 +26,17 @@ LAYOUT = make_layout()
 
 
 def filled_pool(
-    adapters: list[Adapter], dtype: torch.dtype = torch.float32, layout: AdapterLayout = LAYOUT
+    adapters: list[Adapter],
+    dtype: torch.dtype = torch.float32,
+    layout: AdapterLayout = LAYOUT,
+    max_blends: int = 0,
 ) -> RankPagePool:
     """A pool with adapter i in slot i, in pages that run backwards and are never neighbours."""
     hosts = [adapter.host_pages(dtype) for adapter in adapters]
     free = list(range(2 * sum(len(host) for host in hosts)))
-    pool = RankPagePool(layout, len(free), len(adapters), dtype)
+    pool = RankPagePool(layout, len(free), len(adapters), dtype, max_blends=max_blends)
     for slot, (adapter, host) in enumerate(zip(adapters, hosts, strict=True)):
-        pool.load(slot, [free.pop() for _ in range(2 * len(host))][::2], host, adapter.ranks)
+        pool.load(slot, [free.pop() for _ in range(2 * len(host))][::2], host, adapter.rows)
     pool.check_integrity()
     return pool
 
@@ -43,7 +58,7 @@ def random_io(
 def check_step(
     pool: RankPagePool,
     adapters: list[Adapter],
-    segments: list[tuple[int, int]],
+    segments: Segments,
     layout: AdapterLayout = LAYOUT,
     dtype: torch.dtype = torch.float32,
 ) -> None:
@@ -69,7 +84,7 @@ def check_step(
                 columns = slice(column, column + part.out_features)
                 column += part.out_features
                 for row, slot in enumerate(owners):
-                    if slot == BASE or (layer, linear.name, index) not in adapters[slot].matrices:
+                    if not is_touched(adapters, slot, (layer, linear.name, index)):
                         assert same_bits(y[row, columns], before[row, columns])
 
 
@@ -77,16 +92,20 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+def mixed_adapters(dtype: torch.dtype = torch.float32) -> list[Adapter]:
+    return [
+        make_adapter(LAYOUT, 8, seed=1, dtype=dtype),
+        make_adapter(LAYOUT, 16, seed=2, modules=["q_proj", "v_proj"], dtype=dtype),
+        make_adapter(LAYOUT, [1, 4, 12, 3], seed=3, dtype=dtype),
+        make_adapter(LAYOUT, 17, seed=4, layers=[1], dtype=dtype),
+        make_adapter(LAYOUT, 2, seed=5, modules=["down_proj"], dtype=dtype),
+        make_adapter(LAYOUT, 8, seed=6, modules=["k_proj", "up_proj"], dtype=dtype),
+    ]
+
+
 @pytest.fixture(scope="module")
 def adapters() -> list[Adapter]:
-    return [
-        make_adapter(LAYOUT, 8, seed=1),
-        make_adapter(LAYOUT, 16, seed=2, modules=["q_proj", "v_proj"]),
-        make_adapter(LAYOUT, [1, 4, 12, 3], seed=3),
-        make_adapter(LAYOUT, 17, seed=4, layers=[1]),
-        make_adapter(LAYOUT, 2, seed=5, modules=["down_proj"]),
-        make_adapter(LAYOUT, 8, seed=6, modules=["k_proj", "up_proj"]),
-    ]
+    return mixed_adapters()
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +124,79 @@ def test_ranks_mixed_in_one_batch_equal_the_loop() -> None:
     adapters = [make_adapter(layout, rank, seed=rank) for rank in RANKS]
     segments = make_mix("distinct", 2 * len(RANKS) + 1, len(adapters))
     check_step(filled_pool(adapters, layout=layout), adapters, segments, layout)
+
+
+def rescaled_adapters(dtype: torch.dtype = torch.float32) -> list[Adapter]:
+    """Gains and biases beside rank rows, across the end of a page, and biases alone."""
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    return [
+        make_adapter(LAYOUT, [8, 3], seed=1, gains=[*attention, *mlp], dtype=dtype),
+        make_adapter(LAYOUT, 7, seed=2, gains=attention, biases=["q_proj", "down_proj"], dtype=dtype),
+        make_adapter(LAYOUT, [15, 16], seed=3, modules=attention, gains=mlp, biases=attention, dtype=dtype),
+        make_adapter(LAYOUT, 1, seed=4, modules=[], layers=[1], biases=["k_proj", "o_proj"], dtype=dtype),
+        make_adapter(LAYOUT, 12, seed=5, dtype=dtype),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gains_and_biases_beside_plain_and_base_rows_equal_the_loop(dtype: torch.dtype) -> None:
+    adapters = rescaled_adapters(dtype)
+    pool = filled_pool(adapters, dtype)
+    for mix, batch in (("distinct", 13), ("zipf", 33), ("identical", 3)):
+        check_step(pool, adapters, make_mix(mix, batch, len(adapters), seed=batch), dtype=dtype)
+    check_step(pool, adapters, [(1, 1), (3, 40), (BASE, 2), (1, 50), (0, 1), (2, 35)], dtype=dtype)
+
+
+def test_dora_with_a_trained_bias_is_a_gain_a_bias_and_a_scaled_b() -> None:
+    """y = f (W x + s B A x) + b1 with f = m / |W + s B A| of each output, out of y = W x + b0."""
+    layout = make_layout(num_layers=1)
+    adapter = make_adapter(layout, 4, seed=1, modules=["o_proj"], gains=["o_proj"], biases=["o_proj"])
+    generator = torch.Generator().manual_seed(2)
+    x, w = torch.randn(3, 64, generator=generator), torch.randn(64, 64, generator=generator)
+    base_bias, own_bias, magnitude = (torch.randn(64, generator=generator).abs() for _ in range(3))
+    key, scale = (0, "o_proj", 0), 0.7
+    a, b = adapter.matrices[key]
+    merged = w + scale * b.T @ a
+    factor = magnitude / merged.norm(dim=1)
+    expected = torch.nn.functional.linear(x, factor[:, None] * merged, own_bias)
+    adapter.gains[key] = factor - 1
+    adapter.biases[key] = own_bias - base_bias - (factor - 1) * base_bias
+    b.mul_(scale * factor)
+    step = filled_pool([adapter], layout=layout).step([(0, 3)])
+    assert step is not None
+    y = torch.nn.functional.linear(x, w, base_bias)
+    step.add_delta(0, "o_proj", x, y)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+BLENDS: list[Blend] = [
+    ((0, 0.7), (2, -1.3)),
+    ((2, 1.0),),
+    ((4, 0.25), (5, 2.0), (3, 0.0), (1, -0.5)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blends_beside_their_members_and_base_rows_equal_the_loop(dtype: torch.dtype) -> None:
+    adapters = mixed_adapters(dtype)
+    pool = filled_pool(adapters, dtype, max_blends=len(BLENDS))
+    for mix, batch in (("distinct", 23), ("zipf", 33), ("identical", 3)):
+        segments = make_mix(mix, batch, len(adapters), seed=batch, blends=BLENDS)
+        check_step(pool, adapters, segments, dtype=dtype)
+    prefills: Segments = [(BLENDS[0], 1), (0, 40), (BLENDS[2], 50), (BASE, 2), (BLENDS[0], 33), (2, 1)]
+    check_step(pool, adapters, prefills, dtype=dtype)
+
+
+def test_a_blend_of_one_adapter_as_it_is_gives_its_bits(adapters: list[Adapter]) -> None:
+    pool = filled_pool(adapters, max_blends=1)
+    results = []
+    for slots in (2, ((2, 1.0),)):
+        step = pool.step([(slots, 3)])
+        assert step is not None
+        x, y = random_io(3)["gate_up_proj"]
+        step.add_delta(0, "gate_up_proj", x, y)
+        results.append(y)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("num_tokens", [LONG_RUN - 1, LONG_RUN, 300])
@@ -236,7 +328,28 @@ def test_rows_that_do_not_fit_the_step_are_refused(pool: RankPagePool) -> None:
         step.begin_delta(0, "o_proj", x)
 
 
-@pytest.mark.parametrize("segments", [[(0, 0)], [(BASE, -1)], [(0, 1), (99, 1)]])
-def test_bad_segments_are_refused(pool: RankPagePool, segments: list[tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match=r"at least 1 is needed|slot 99 holds no adapter"):
-        pool.step(segments)
+@pytest.mark.parametrize(
+    ("segments", "complaint"),
+    [
+        ([(0, 0)], "at least 1 is needed"),
+        ([(BASE, -1)], "at least 1 is needed"),
+        ([(0, 1), (99, 1)], "slot 99 holds no adapter"),
+        ([(((0, 1.0), (99, 1.0)), 1)], "slot 99 holds no adapter"),
+        ([(((0, 1.0), (BASE, 1.0)), 1)], "slot -1 holds no adapter"),
+        ([((), 1)], "it needs one at least, and each once"),
+        ([(((0, 1.0), (0, 2.0)), 1)], r"slots \[0, 0\]; it needs one at least, and each once"),
+        ([(((0, math.inf),), 1)], r"a blend's weights are finite, not \[inf\]"),
+        ([(((0, 1.0),), 1), (((1, 1.0),), 1), (((0, 2.0),), 1)], "a step of 3 blends; this pool takes 2"),
+        ([(((0, 1.0), (1, 1.0)), 1)], "slot 1 holds more than plain LoRA, which no blend takes"),
+        ([(((0, 1.0), (2, 1.0)), 1)], "a blend with pages of 264 rows; at most 256"),
+    ],
+)
+def test_bad_segments_are_refused(segments: Segments, complaint: str) -> None:
+    layout = make_layout(num_layers=1)
+    adapters = [
+        make_adapter(layout, 4),
+        make_adapter(layout, 4, biases=["q_proj"]),
+        make_adapter(layout, 250, modules=["q_proj"]),
+    ]
+    with pytest.raises(ValueError, match=complaint):
+        filled_pool(adapters, layout=layout, max_blends=2).step(segments)

@@ -3,10 +3,11 @@
 import ctypes
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from deltaplane_kernels import lora_cuda
+from deltaplane_kernels import lora_cuda, lora_slots
 from deltaplane_kernels.lora_cuda import DTYPES, SOURCE, Launch
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE
 from deltaplane_kernels.nvrtc import OPTIONS, CompileError, architecture, cache_folder, compile_cubin
@@ -52,14 +53,18 @@ def test_the_launch_structure_is_that_of_the_source() -> None:
     assert Launch._fields_ == expected
 
 
-@pytest.mark.parametrize("name", ["THREADS", "COLUMN_BLOCK", "MAX_RANK", "MAX_SLICES"])
-def test_the_constants_are_those_of_the_source(name: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(lora_cuda, name) for name in ("THREADS", "COLUMN_BLOCK", "MAX_SLICES")]
+    + [(lora_slots, name) for name in ("MAX_RANK", "HAS_GAIN", "HAS_BIAS", "IS_BLEND")],
+)
+def test_the_constants_are_those_of_the_source(module: ModuleType, name: str) -> None:
     values: dict[str, int] = {}
     for constant, expression in re.findall(
         r"^constexpr int (\w+) = (.+?);", SOURCE.read_text(), re.MULTILINE
     ):
         values[constant] = eval(expression, {}, values)
-    assert getattr(lora_cuda, name) == values[name]
+    assert getattr(module, name) == values[name]
     assert values["PAGE_ROWS"] == RANK_PAGE_ROWS
 
 

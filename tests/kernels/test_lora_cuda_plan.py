@@ -8,13 +8,13 @@ import pytest
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora_cuda import (
     COLUMN_BLOCK,
-    MAX_RANK,
     SPLIT_ALIGNMENT,
     check_layout,
     column_blocks,
     partial_elements,
     plan_splits,
 )
+from deltaplane_kernels.lora_slots import MAX_RANK
 from deltaplane_kernels.lora_tiles import HEADER, TILE_FIELDS, table_size, tile_rows, write_table
 from deltaplane_kernels.rank_pages import RankPageLayout
 
@@ -56,8 +56,8 @@ def test_a_table_of_two_slots() -> None:
 
 def test_a_long_run_takes_several_tiles() -> None:
     assert table_of({0: [(0, 35)]}, 35)[HEADER : HEADER + 12] == [0, 0, 16, 0, 0, 16, 16, 0, 0, 32, 3, 0]
-    assert table_of({0: [(10, 310)]}, 310)[HEADER:][:20:4] == [0] * 5
-    assert table_of({0: [(10, 310)]}, 310)[HEADER + 2 :][:20:4] == [64, 64, 64, 64, 44]
+    assert table_of({0: [(10, 310)]}, 1310)[HEADER:][:20:4] == [0] * 5
+    assert table_of({0: [(10, 310)]}, 1310)[HEADER + 2 :][:20:4] == [64, 64, 64, 64, 44]
 
 
 def test_a_step_of_one_row_each_fills_the_table_it_was_promised() -> None:
@@ -79,12 +79,12 @@ def test_tables_hold_each_row_once_in_tiles_of_its_slot(seed: int) -> None:
     assert rows_by_slot(table_of(runs, start), tile_rows(start)) == expected
 
 
-def test_decodes_have_short_tiles_and_prefills_long_ones() -> None:
-    assert [tile_rows(count) for count in (1, 64, 256, 257, 8192)] == [16, 16, 16, 64, 64]
+def test_only_long_steps_have_long_tiles() -> None:
+    assert [tile_rows(count) for count in (1, 64, 1024, 1025, 8192)] == [16, 16, 16, 64, 64]
 
 
 @pytest.mark.parametrize("in_features", [8, 64, 1024, 1032, 2056, 4096, 14336, 28672])
-@pytest.mark.parametrize("num_rows", [1, 16, 64, 256, 257, 2048, 8192])
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 1024, 1025, 2048, 8192])
 def test_splits_cover_the_input_and_none_is_empty(in_features: int, num_rows: int) -> None:
     splits = plan_splits(num_rows, in_features, 3, 132)
     assert splits.width % SPLIT_ALIGNMENT == 0
@@ -92,10 +92,10 @@ def test_splits_cover_the_input_and_none_is_empty(in_features: int, num_rows: in
 
 
 def test_few_rows_are_split_more() -> None:
-    assert plan_splits(64, 4096, 3, 132).count == 4
-    assert plan_splits(64, 14336, 1, 132).count == 14
+    assert plan_splits(64, 4096, 3, 132).count == 2
+    assert plan_splits(64, 14336, 1, 132).count == 7
     assert plan_splits(8192, 4096, 3, 132).count == 1
-    assert plan_splits(2048, 14336, 1, 132).count == 9
+    assert plan_splits(8192, 14336, 1, 132).count == 3
 
 
 def test_the_workspace_holds_the_partials_of_any_step() -> None:
@@ -104,8 +104,8 @@ def test_the_workspace_holds_the_partials_of_any_step() -> None:
         PackedLinear("down_proj", 14336, (LinearSlice("down", 4096),)),
     )
     layout = RankPageLayout(AdapterLayout(1, linears))
-    elements = partial_elements(layout, 1000, 132)
-    for rows in (1, 64, 256, 257, 640, 1000):
+    elements = partial_elements(layout, 2000, 132)
+    for rows in (1, 64, 1024, 1025, 1280, 2000):
         for linear in linears:
             slices = len(linear.slices)
             splits = plan_splits(rows, linear.in_features, slices, 132)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora import RankPagePool
-from deltaplane_kernels.rank_pages import RankPageLayout, runs_of_neighbours
+from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows, runs_of_neighbours
 from lora_cases import Adapter, add_delta_by_loop, make_adapter, make_layout
 
 LAYOUT = make_layout()
@@ -20,7 +20,7 @@ def make_pool(num_pages: int = 4, num_slots: int = 3, dtype: torch.dtype = torch
 
 
 def load(pool: RankPagePool, slot: int, pages: list[int], adapter: Adapter) -> None:
-    pool.load(slot, pages, adapter.host_pages(torch.float32), adapter.ranks)
+    pool.load(slot, pages, adapter.host_pages(torch.float32), adapter.rows)
 
 
 def qkv_of_slot(pool: RankPagePool, slot: int, x: Tensor) -> Tensor:
@@ -130,18 +130,20 @@ def test_a_load_that_does_not_fit_is_refused(slot: int, pages: list[int], compla
     pool.check_integrity()
 
 
-def test_ranks_that_do_not_fit_are_refused() -> None:
+def test_rows_that_do_not_fit_are_refused() -> None:
     pool = make_pool()
     adapter = make_adapter(LAYOUT, 8)
     host = adapter.host_pages(torch.float32)
     with pytest.raises(ValueError, match="2 layers with 7 slices each"):
-        pool.load(0, [0], host, adapter.ranks[:1])
+        pool.load(0, [0], host, adapter.rows[:1])
     with pytest.raises(ValueError, match="2 layers with 7 slices each"):
-        pool.load(0, [0], host, [[8] * 6, [8] * 7])
+        pool.load(0, [0], host, [[SliceRows(8)] * 6, [SliceRows(8)] * 7])
     with pytest.raises(ValueError, match="takes 2 pages, not 1"):
-        pool.load(0, [0], host, [[9] * 7, [8] * 7])
+        pool.load(0, [0], host, [[SliceRows(9)] * 7, [SliceRows(8)] * 7])
+    with pytest.raises(ValueError, match="takes 2 pages, not 1"):
+        pool.load(0, [0], host, [[SliceRows(7, has_gain=True, has_bias=True)] * 7, [SliceRows(8)] * 7])
     with pytest.raises(ValueError, match="bfloat16"):
-        pool.load(0, [0], host.bfloat16(), adapter.ranks)
+        pool.load(0, [0], host.bfloat16(), adapter.rows)
 
 
 def test_a_load_that_fails_midway_leaves_slot_and_pages_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +166,14 @@ def test_loads_while_other_slots_are_in_use_change_nothing_there() -> None:
     resident = make_adapter(LAYOUT, 12, seed=1)
     load(pool, 0, [3, 6], resident)
     guest = make_adapter(LAYOUT, 16, seed=2)
-    host, ranks = guest.host_pages(torch.float32), guest.ranks
+    host, rows = guest.host_pages(torch.float32), guest.rows
     x = torch.randn(4, 64)
     expected = qkv_of_slot(pool, 0, x)
     done = threading.Event()
 
     def churn() -> None:
         for _ in range(50):
-            pool.load(1, [4, 5], host, ranks)
+            pool.load(1, [4, 5], host, rows)
             pool.clear(1)
         done.set()
 

@@ -13,39 +13,24 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.rpc import error_details_pb2, status_pb2
 
+from admin_server import serving_admin
 from control_plane import ControlPlane, eventually
 from deltaplane.v1 import adapters_pb2 as pb
-from deltaplane.v1.adapters_pb2_grpc import AdapterServiceStub, add_AdapterServiceServicer_to_server
+from deltaplane.v1.adapters_pb2_grpc import AdapterServiceStub
 from deltaplane_controlplane.conversion import to_adapter, to_slot, to_watch
 from deltaplane_controlplane.events import EventType
-from deltaplane_controlplane.interceptor import DETAILS_KEY, ErrorInterceptor
-from deltaplane_controlplane.ports import ServerFigures
-from deltaplane_controlplane.service import AdapterServicer
-from deltaplane_controlplane.upload_folder import UploadFolder
-from deltaplane_controlplane.uploads import UploadLimits, Uploads
+from deltaplane_controlplane.interceptor import DETAILS_KEY
 from deltaplane_controlplane.versions import AdapterState, Tier
+from deltaplane_controlplane.watch import Change
 
 if TYPE_CHECKING:
     from deltaplane.v1.adapters_pb2_grpc import AdapterServiceAsyncStub
 
-FIGURES = ServerFigures(kv_pages=100, free_kv_pages=40, kv_page_size=16, memory={"weights": 7, "kv_pages": 9})
-
 
 @pytest_asyncio.fixture
 async def stub(plane: ControlPlane, tmp_path: Path) -> AsyncIterator["AdapterServiceAsyncStub"]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
-    folder = UploadFolder(tmp_path / "uploads")
-    servicer = AdapterServicer(
-        plane.manager, lambda: FIGURES, Uploads(plane.manager, folder, UploadLimits(1000, 1000))
-    )
-    add_AdapterServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving_admin(plane, tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
         yield AdapterServiceStub(channel)
-    await server.stop(None)
-    servicer.close()
-    folder.close()
 
 
 async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, status_pb2.Status]:
@@ -70,7 +55,7 @@ def fields_of(status: status_pb2.Status) -> list[str]:
 async def test_register_get_and_every_field(plane: ControlPlane, stub: "AdapterServiceAsyncStub") -> None:
     request = pb.RegisterAdapterRequest(
         name="a",
-        source=plane.folder("a", rank=12, nbytes=77),
+        source=plane.folder("a", rank=12, nbytes=77, features=("bias", "dora")),
         labels={"team": "law"},
         load_tier=pb.ADAPTER_TIER_DEVICE,
         idempotency_key=str(uuid.uuid4()),
@@ -80,8 +65,9 @@ async def test_register_get_and_every_field(plane: ControlPlane, stub: "AdapterS
     adapter = await stub.GetAdapter(pb.GetAdapterRequest(name="a"))
     assert (adapter.name, adapter.version, adapter.state) == ("a", 1, pb.ADAPTER_STATE_RESIDENT)
     assert (adapter.rank, adapter.alpha, adapter.num_layers) == (12, 16.0, 2)
-    assert (adapter.host_bytes, adapter.device_bytes) == (77, 2000)
-    assert (adapter.slot, list(adapter.pages), adapter.lru_position) == (0, [0, 1], 0)
+    assert (adapter.host_bytes, adapter.device_bytes) == (77, 4000)
+    assert (adapter.slot, list(adapter.pages), adapter.lru_position) == (0, [0, 1, 2, 3], 0)
+    assert list(adapter.features) == ["bias", "dora"]
     assert adapter.HasField("slot")
     assert list(adapter.target_modules) == ["q_proj", "v_proj"]
     assert dict(adapter.labels) == {"team": "law"}
@@ -345,7 +331,7 @@ def test_every_state_tier_and_event_has_its_word_on_the_wire(plane: ControlPlane
     view = plane.add("a")
     with plane.manager.subscribe(lambda: None) as subscription:
         plane.manager.pin("a", Tier.HOST)
-        sent = [to_watch(event) for event in subscription.read()]
+        sent = [to_watch(Change(event, left_filter=False)) for event in subscription.read()]
     assert [event.reason for event in sent] == ["", "", ""]
     assert to_adapter(view).state == pb.ADAPTER_STATE_REGISTERED
     assert to_slot(plane.manager.slots()[0]) == pb.Slot(slot=0)

@@ -216,6 +216,17 @@ def test_a_change_is_tried_again_only_where_the_server_refused_it(face: Faces, s
         roll_back()
 
 
+def test_a_change_with_a_key_is_tried_again_whoever_failed_it(face: Faces, script: Script) -> None:
+    key = "7d444840-9dc0-11d1-b245-5ffdce74fad2"
+    script.answers = [[BARE_UNAVAILABLE], [adapters_pb2.Adapter(name="a")]]
+    adapter = face(QUICK).call(
+        lambda c: c.adapters.evict("a", idempotency_key=key),
+        lambda c: c.adapters.evict("a", idempotency_key=key),
+    )
+    assert adapter == adapters_pb2.Adapter(name="a")
+    assert script.seen[0] == script.seen[1]
+
+
 def test_a_timeout_holds_over_all_tries(face: Faces, script: Script) -> None:
     script.answers = [[None]]
     with pytest.raises(errors.DeadlineExceededError):
@@ -295,64 +306,82 @@ ADMIN_CALLS: list[tuple[str, tuple[object, ...], dict[str, object], Message, Mes
     (
         "register",
         ("a", "/adapters/a"),
-        {"labels": {"team": "x"}, "load_tier": "host", "validate_only": True},
+        {"labels": {"team": "x"}, "load_tier": "host", "validate_only": True, "return_immediately": True},
         adapters_pb2.RegisterAdapterRequest(
             name="a",
             source="/adapters/a",
             labels={"team": "x"},
             load_tier=adapters_pb2.ADAPTER_TIER_HOST,
             validate_only=True,
+            return_immediately=True,
         ),
         adapters_pb2.Adapter(name="a"),
     ),
     (
         "update",
         ("a",),
-        {"source": "/adapters/b", "etag": "e", "keep_previous": True},
+        {"source": "/adapters/b", "etag": "e", "keep_previous": True, "return_immediately": True},
         adapters_pb2.UpdateAdapterRequest(
             adapter=adapters_pb2.Adapter(name="a", source="/adapters/b"),
             update_mask=FieldMask(paths=["source"]),
             etag="e",
             keep_previous=True,
+            return_immediately=True,
         ),
         adapters_pb2.Adapter(name="a", version=2),
     ),
     (
         "delete",
         ("a",),
-        {"drain_timeout": 0, "force": True},
-        adapters_pb2.DeleteAdapterRequest(name="a", drain_timeout=Duration(seconds=0), force=True),
+        {"drain_timeout": 0, "force": True, "wait_until_gone": True, "idempotency_key": "k"},
+        adapters_pb2.DeleteAdapterRequest(
+            name="a",
+            drain_timeout=Duration(seconds=0),
+            force=True,
+            wait_until_gone=True,
+            idempotency_key="k",
+        ),
         adapters_pb2.Adapter(name="a"),
     ),
     (
         "load",
         ("a",),
-        {},
-        adapters_pb2.LoadAdapterRequest(name="a", tier=adapters_pb2.ADAPTER_TIER_DEVICE),
+        {"version": 2},
+        adapters_pb2.LoadAdapterRequest(name="a", tier=adapters_pb2.ADAPTER_TIER_DEVICE, version=2),
         adapters_pb2.Adapter(name="a"),
     ),
     (
         "evict",
         ("a", "host"),
-        {},
-        adapters_pb2.EvictAdapterRequest(name="a", tier=adapters_pb2.ADAPTER_TIER_HOST),
+        {"when_idle": True, "return_immediately": True},
+        adapters_pb2.EvictAdapterRequest(
+            name="a", tier=adapters_pb2.ADAPTER_TIER_HOST, when_idle=True, return_immediately=True
+        ),
         adapters_pb2.Adapter(name="a"),
     ),
     (
         "pin",
         ("a",),
-        {"return_immediately": True},
+        {"return_immediately": True, "version": 1, "etag": "e"},
         adapters_pb2.PinAdapterRequest(
-            name="a", tier=adapters_pb2.ADAPTER_TIER_DEVICE, return_immediately=True
+            name="a", tier=adapters_pb2.ADAPTER_TIER_DEVICE, return_immediately=True, version=1, etag="e"
         ),
         adapters_pb2.Adapter(name="a"),
     ),
-    ("unpin", ("a",), {}, adapters_pb2.UnpinAdapterRequest(name="a"), adapters_pb2.Adapter(name="a")),
+    (
+        "unpin",
+        ("a", "host"),
+        {"version": 1, "validate_only": True},
+        adapters_pb2.UnpinAdapterRequest(
+            name="a", tier=adapters_pb2.ADAPTER_TIER_HOST, version=1, validate_only=True
+        ),
+        adapters_pb2.Adapter(name="a"),
+    ),
     (
         "rollback",
         ("a", 0),
-        {},
-        adapters_pb2.RollbackAdapterRequest(name="a", version=0),
+        {"validate_only": True},
+        adapters_pb2.RollbackAdapterRequest(name="a", version=0, validate_only=True),
         adapters_pb2.Adapter(name="a"),
     ),
     (

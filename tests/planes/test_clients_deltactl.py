@@ -117,9 +117,31 @@ def test_register_sends_all_and_makes_a_local_folder_absolute(
                 name="a", tier=adapters_pb2.ADAPTER_TIER_DEVICE, return_immediately=True
             ),
         ),
+        (
+            ["evict", "a", "--when-idle", "--no-wait", "--version", "2"],
+            adapters_pb2.EvictAdapterRequest(
+                name="a",
+                tier=adapters_pb2.ADAPTER_TIER_DEVICE,
+                when_idle=True,
+                return_immediately=True,
+                version=2,
+            ),
+        ),
         (["unpin", "a"], adapters_pb2.UnpinAdapterRequest(name="a")),
+        (
+            ["unpin", "a", "--tier", "host", "--etag", "7"],
+            adapters_pb2.UnpinAdapterRequest(name="a", tier=adapters_pb2.ADAPTER_TIER_HOST, etag="7"),
+        ),
         (["rollback", "a", "--version", "1"], adapters_pb2.RollbackAdapterRequest(name="a", version=1)),
         (["delete", "a", "--force"], adapters_pb2.DeleteAdapterRequest(name="a", force=True)),
+        (
+            ["delete", "a", "--wait", "--validate-only"],
+            adapters_pb2.DeleteAdapterRequest(name="a", wait_until_gone=True, validate_only=True),
+        ),
+        (
+            ["register", "a", "hf://o/n@main", "--no-wait"],
+            adapters_pb2.RegisterAdapterRequest(name="a", source="hf://o/n@main", return_immediately=True),
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -145,9 +167,13 @@ def test_watch_prints_a_line_for_each_event(script: Script, capsys: Capture) -> 
         type=adapters_pb2.ADAPTER_EVENT_TYPE_LOADED, adapter=RESIDENT, version=2, reason="asked for"
     )
     end = adapters_pb2.WatchAdaptersResponse(type=adapters_pb2.ADAPTER_EVENT_TYPE_SNAPSHOT_END)
-    script.answers = [[end, event]]
+    left = adapters_pb2.WatchAdaptersResponse(
+        type=adapters_pb2.ADAPTER_EVENT_TYPE_EVICTED, adapter=RESIDENT, version=2, left_filter=True
+    )
+    script.answers = [[end, event, left]]
     assert main(["adapters", "watch"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert third.endswith("left the filter")
     assert first.split() == ["SNAPSHOT_END"]
     assert second.split() == ["LOADED", "legal-brief", "version", "2", "RESIDENT", "(asked", "for)"]
 
@@ -213,6 +239,23 @@ def test_json_lines_name_the_adapter(script: Script, capsys: Capture) -> None:
     assert [(line["adapter"], line["text"]) for line in lines] == [("a", "one"), ("a", "two")]
 
 
+def test_adapters_are_added_up(script: Script, capsys: Capture) -> None:
+    script.answers = [[delta("one", last=True)], [delta("two", last=True)], [delta("three", last=True)]]
+    sums = ["a:0.75+b:-2", "b:0.5", "a+b"]
+    assert main(["generate", "Hi", *(f"--adapter={who}" for who in sums)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split(" (")[0] for line in out.splitlines() if line.startswith("==")] == [
+        f"== {who}" for who in sums
+    ]
+    requests = [r for r in script.seen if isinstance(r, generation_pb2.GenerateRequest)]
+    assert not any(request.adapter for request in requests)
+    assert sorted([(t.adapter, t.weight) for t in request.adapters] for request in requests) == [
+        [("a", 0.75), ("b", -2)],
+        [("a", 1), ("b", 1)],
+        [("b", 0.5)],
+    ]
+
+
 def test_several_outputs_have_a_block_each(script: Script, capsys: Capture) -> None:
     script.answers = [[delta("one"), delta("two", 1, last=True)]]
     assert main(["generate", "Hi", "--n", "2"]) == 0
@@ -271,6 +314,10 @@ def test_errors_are_one_line_and_exit_code_1(script: Script, capsys: Capture) ->
         ([], "the following arguments are required: COMMAND"),
         (["slots", "--address", "localhost"], "'localhost' is no address; give HOST:PORT"),
         (["slots", "--timeout", "soon"], "'soon' is no number of seconds"),
+        (["generate", "Hi", "--adapter", "a:much+b"], "'a:much+b' is no adapter, nor several to add up"),
+        (["generate", "Hi", "--adapter", "a+a:2"], "'a+a:2' is no adapter"),
+        (["generate", "Hi", "--adapter", "a+"], "'a+' is no adapter"),
+        (["generate", "Hi", "--adapter", "a:inf"], "'a:inf' is no adapter"),
         (["adapters", "register", "a", "b", "--label", "x"], "'x' is no label; give KEY=VALUE"),
         (["adapters", "load", "a", "--tier", "gpu"], "invalid choice: 'gpu'"),
         (["generate"], "the following arguments are required: PROMPT"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from deltaplane.v1 import generation_pb2 as pb
 from deltaplane.v1.generation_pb2_grpc import GenerationServiceStub
 from deltaplane_server.app import running_server
 from deltaplane_server.config import LoraModule
+from deltaplane_server.scheduling.lease import AdapterUid
 from deltaplane_server.server import Server
 from fake_backend import FakeBackend, server_config
 from fake_runner import expected_tokens
@@ -70,7 +71,7 @@ async def serving(backend: FakeBackend | None = None, **config: Any) -> AsyncIte
 async def plane(tmp_path: Path) -> AsyncIterator[Serving]:
     """A server with two adapters, `legal` and `story`."""
     modules = tuple(
-        LoraModule(name, write_adapter(tmp_path / name, content=name)) for name in ("legal", "story")
+        LoraModule(name, str(write_adapter(tmp_path / name, content=name))) for name in ("legal", "story")
     )
     async with serving(lora_modules=modules) as plane:
         yield plane
@@ -81,6 +82,12 @@ def request(text: str = "hello", *, max_tokens: int = 5, **fields: Any) -> pb.Ge
     sampling = pb.SamplingParams(temperature=0)
     stop = pb.StopCondition(max_tokens=max_tokens)
     return pb.GenerateRequest(**{"text": text, "sampling": sampling, "stop": stop, **fields})
+
+
+def composition(weights: Mapping[str, float], **fields: Any) -> pb.GenerateRequest:
+    """A greedy request to several adapters."""
+    terms = [pb.WeightedAdapter(adapter=name, weight=weight) for name, weight in weights.items()]
+    return request(adapters=terms, **fields)
 
 
 async def collected(call: Any) -> list[pb.GenerateResponse]:
@@ -184,6 +191,92 @@ async def test_each_adapter_and_the_base_answer_for_themselves(plane: Serving) -
         assert (usage.adapter, usage.adapter_version) == (name, 1 if name else 0)
         assert usage.adapter_hit
     await plane.idle()
+
+
+async def test_a_composition_answers_beside_its_adapters(plane: Serving) -> None:
+    """The fake model draws by (uid, weight) of each, in order of uid: `legal` is 1 and `story` is 2."""
+    asks: dict[AdapterUid, pb.GenerateRequest] = {
+        ((1, 0.5), (2, -0.25)): composition({"story": -0.25, "legal": 0.5}),
+        ((1, 1.0), (2, 1.0)): composition({"legal": 1.0, "story": 1.0}),
+        ((2, 3.0),): composition({"story": 3.0}),
+        1: composition({"legal": 1.0}),
+        2: request(adapter="story"),
+        0: request(),
+    }
+    answers = await asyncio.gather(*(collected(plane.stub.Generate(ask)) for ask in asks.values()))
+    for uid, answer in zip(asks, answers, strict=True):
+        assert tokens_of(answer) == expected_tokens(uid, HELLO, 5)
+    usage = answers[0][-1].usage
+    assert (usage.adapter, usage.adapter_version, usage.adapter_hit) == ("legal+story", 0, True)
+    assert list(usage.adapters) == [
+        pb.AdapterUsage(adapter="legal", version=1, weight=0.5, hit=True),
+        pb.AdapterUsage(adapter="story", version=1, weight=-0.25, hit=True),
+    ]
+    assert list(answers[3][-1].usage.adapters) == [
+        pb.AdapterUsage(adapter="legal", version=1, weight=1, hit=True)
+    ]
+    assert (answers[3][-1].usage.adapter, answers[3][-1].usage.adapter_version) == ("legal", 1)
+    assert not answers[-1][-1].usage.adapters
+    await plane.idle()
+
+
+async def test_headers_and_log_name_all_of_a_composition(plane: Serving) -> None:
+    with capture_logs() as logs:
+        call = plane.stub.Generate(composition({"story": 0.5, "legal": 2.0}, request_id="r1"))
+        await collected(call)
+        await plane.idle()
+    assert dict(await call.initial_metadata())["x-adapter-version"] == "1,1"
+    [line] = [line for line in logs if line["event"] == "request"]
+    assert (line["adapter"], line["adapters"]) == ("legal+story", ["legal@1 * 2", "story@1 * 0.5"])
+
+
+async def test_several_outputs_of_a_composition(plane: Serving) -> None:
+    sampling = pb.SamplingParams(temperature=0, n=3)
+    ask = composition({"legal": 0.5, "story": 0.5}, sampling=sampling)
+    responses = await collected(plane.stub.Generate(ask))
+    expected = expected_tokens(((1, 0.5), (2, 0.5)), HELLO, 5)
+    assert [tokens_of(responses, index) for index in range(3)] == [expected] * 3
+    await plane.idle()
+
+
+async def test_a_composition_ends_with_its_call(plane: Serving) -> None:
+    plane.backend.runner.gate.clear()
+    call = plane.stub.Generate(composition({"legal": 0.5, "story": 0.5}, max_tokens=200))
+    await eventually(lambda: plane.server.engine.stats().num_running == 1)
+    assert [slot.leases for slot in plane.server.manager.slots()] == [1, 1]
+    call.cancel()
+    plane.backend.runner.gate.set()
+    await plane.idle()
+
+
+async def test_a_failed_member_of_a_composition_is_named(plane: Serving, tmp_path: Path) -> None:
+    """Both slots are taken, so that `late` is loaded for the request."""
+    write_adapter(tmp_path / "late", content="late")
+    plane.server.manager.register_trusted("late", str(tmp_path / "late"))
+    write_adapter(tmp_path / "late", content="changed behind our back")
+    for _ in range(2):  # found by the load, then known
+        refusal = await refused(plane.stub.Generate(composition({"legal": 0.5, "late": 0.5})))
+        assert refusal.code.name == "FAILED_PRECONDITION"
+        assert refusal.reason == "ADAPTER_LOAD_FAILED"
+        assert "late@1" in refusal.message
+        assert not refusal.had_headers
+    await plane.idle()
+
+
+async def test_what_cannot_be_added_up_is_refused(plane: Serving, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "dora", content="dora", features=("dora",))
+    plane.server.manager.register_trusted("dora", str(folder))
+    refusal = await refused(plane.stub.Generate(composition({"legal": 0.5, "dora": 0.5})))
+    assert (refusal.code.name, refusal.reason) == ("FAILED_PRECONDITION", "ADAPTER_NOT_COMPOSABLE")
+    assert "dora@1 has dora" in refusal.message
+    assert not refusal.had_headers
+    assert tokens_of(await collected(plane.stub.Generate(request(adapter="dora")))) != []
+    await plane.idle()
+
+
+async def test_the_model_card_tells_the_limits_of_a_composition(plane: Serving) -> None:
+    model = await plane.stub.GetModel(pb.GetModelRequest())
+    assert (model.max_loras, model.max_composition_rows) == (2, 64)
 
 
 async def test_headers_tell_request_and_version(plane: Serving) -> None:
@@ -307,12 +400,9 @@ async def test_all_bad_fields_come_in_one_answer_before_headers(plane: Serving) 
     [
         (request(adapter="nobody"), "NOT_FOUND", "", "nobody"),
         (request(adapter="legal", adapter_version=7), "NOT_FOUND", "", "7"),
-        (
-            request(adapters=[pb.WeightedAdapter(adapter="legal")]),
-            "UNIMPLEMENTED",
-            "ADAPTER_COMPOSITION_UNIMPLEMENTED",
-            "adapters",
-        ),
+        (composition({"legal": 1.0, "nobody": 1.0}), "NOT_FOUND", "ADAPTER_NOT_FOUND", "'nobody'"),
+        (composition({"legal": 1.0, "story": 0.0}), "INVALID_ARGUMENT", "", "adapters[1].weight"),
+        (composition({"a": 1.0, "b": 1.0, "c": 1.0}), "INVALID_ARGUMENT", "", "above the limit of 2"),
         (request("x" * 300), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "301 tokens"),
         (request("x" * 5_000_000), "INVALID_ARGUMENT", "INVALID_ARGUMENT", "5000000 bytes"),
     ],
@@ -529,6 +619,16 @@ async def test_each_request_is_one_line_of_the_log_without_its_text(plane: Servi
     )
     assert (lines["broken"]["grpc_code"], lines["broken"]["log_level"]) == ("INTERNAL", "error")
     assert secret not in repr(logs)
+
+
+async def test_no_line_is_longer_for_a_long_request(plane: Serving) -> None:
+    bad = request("hi", request_id="r" * 100_000, adapter="a" * 100_000)
+    bad.messages.messages.extend([pb.ChatMessage()] * 500)
+    with capture_logs() as logs:
+        await refused(plane.stub.Generate(bad))
+    [line] = [line for line in logs if line["event"] == "request"]
+    assert line["grpc_code"] == "INVALID_ARGUMENT"
+    assert len(repr(line)) < 2000
 
 
 async def test_a_cancelled_request_has_its_line_too(plane: Serving) -> None:

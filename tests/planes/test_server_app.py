@@ -11,10 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from certificates import Authority
 from deltaplane.v1 import adapters_pb2 as ap
 from deltaplane.v1 import generation_pb2 as pb
 from deltaplane.v1.adapters_pb2_grpc import AdapterServiceStub
@@ -23,11 +25,15 @@ from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_server.app import RunningServer, running_server
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import EngineConfig, LoraModule, ServerConfig
+from deltaplane_server.network import addresses, join_host_port
 from deltaplane_server.startup import StartupError
 from fake_backend import FakeBackend, server_config
 from fakes import write_adapter
 
-SERVICES = {"port": "deltaplane.v1.GenerationService", "admin_port": "deltaplane.v1.AdapterService"}
+SERVICES = {
+    "port": ["deltaplane.v1.GenerationService"],
+    "admin_port": ["deltaplane.v1.AdapterService", "deltaplane.v1.OperationService"],
+}
 
 
 def address(running: RunningServer, port: str = "port") -> str:
@@ -88,20 +94,19 @@ async def test_both_ports_tell_their_health_and_their_services(port: str) -> Non
         grpc.aio.insecure_channel(address(running, port)) as channel,
     ):
         serving = health_pb2.HealthCheckResponse.SERVING
-        assert await health(channel, "") == serving
-        assert await health(channel, SERVICES[port]) == serving
+        for service in ("", *SERVICES[port]):
+            assert await health(channel, service) == serving
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
         answer = await call.read()
         names = {service.name for service in answer.list_services_response.service}
-        assert SERVICES[port] in names
-        assert "grpc.health.v1.Health" in names
+        assert {*SERVICES[port], "grpc.health.v1.Health"} <= names
         call.cancel()
 
 
 async def test_adapters_of_the_command_line_are_resident_when_it_is_ready(tmp_path: Path) -> None:
     modules = tuple(
-        LoraModule(name, write_adapter(tmp_path / name, content=name)) for name in ("a", "b", "c")
+        LoraModule(name, str(write_adapter(tmp_path / name, content=name))) for name in ("a", "b", "c")
     )
     async with (
         running_server(server_config(lora_modules=modules), FakeBackend()) as running,
@@ -123,7 +128,7 @@ async def test_adapters_of_the_command_line_are_resident_when_it_is_ready(tmp_pa
 
 async def test_the_catalogue_outlives_the_server(tmp_path: Path) -> None:
     state = str(tmp_path / "made" / "on demand" / "state.sqlite3")
-    modules = (LoraModule("a", write_adapter(tmp_path / "a")),)
+    modules = (LoraModule("a", str(write_adapter(tmp_path / "a"))),)
     async with running_server(server_config(state=state, lora_modules=modules), FakeBackend()):
         pass
     async with running_server(server_config(state=state), FakeBackend()) as running:
@@ -199,13 +204,60 @@ async def test_two_servers_do_not_share_a_port() -> None:
         assert "the port is in use" in message
 
 
-async def test_the_control_plane_stays_on_this_machine() -> None:
-    message = await refusal_to_start(server_config(admin_host="0.0.0.0"))
-    assert "--admin-host 0.0.0.0" in message
-    assert "TLS" in message
-    assert "--allow-insecure-admin" in message
-    async with running_server(server_config(admin_host="0.0.0.0", allow_insecure_admin=True), FakeBackend()):
-        pass
+async def test_a_control_plane_that_knows_nobody_stays_on_this_machine(tmp_path: Path) -> None:
+    pair = Authority(tmp_path).issue()
+    tls: dict[str, Any] = {"tls_cert_file": pair.certificate, "tls_key_file": pair.key}
+    for more in ({}, tls):
+        message = await refusal_to_start(server_config(admin_host="0.0.0.0", **more))
+        assert message.startswith("--admin-host 0.0.0.0 is not a loopback address")
+        for mend in (
+            "--admin-token-file",
+            "--admin-tls-client-ca-file",
+            "--allow-insecure-admin",
+            "127.0.0.1",
+        ):
+            assert mend in message
+
+
+@pytest.mark.parametrize("guard", ["token", "client certificates", "nothing"])
+async def test_a_control_plane_elsewhere_needs_to_know_its_callers(guard: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    (tmp_path / "tokens").write_text("a" * 32)
+    guards: dict[str, dict[str, Any]] = {
+        "token": {"admin_token_file": tmp_path / "tokens"},
+        "client certificates": {
+            "tls_cert_file": pair.certificate,
+            "tls_key_file": pair.key,
+            "admin_tls_client_ca_file": authority.file,
+        },
+        "nothing": {"allow_insecure_admin": True},
+    }
+    config = server_config(admin_host="0.0.0.0", **guards[guard])
+    with structlog.testing.capture_logs() as logs:
+        async with running_server(config, FakeBackend()) as running:
+            assert running.ports.admin_port
+    warnings = [entry["address"] for entry in logs if entry["event"] == "access.tokens_in_plain_text"]
+    assert warnings == (["--admin-host 0.0.0.0"] if guard == "token" else [])
+
+
+async def test_a_file_of_access_that_cannot_be_used_is_named_before_the_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    def load(config: EngineConfig) -> Backend:
+        raise AssertionError("the model is loaded")
+
+    missing = tmp_path / "tokens"
+    message = await refusal_to_start(server_config(admin_token_file=missing), load)
+    assert message.startswith(f"--admin-token-file {missing}: it cannot be read")
+
+
+async def test_a_name_is_listened_on_by_all_its_addresses_and_one_port() -> None:
+    async with running_server(server_config(host="localhost"), FakeBackend()) as running:
+        for host in addresses("localhost", "--host"):
+            target = join_host_port(host, running.ports.port)
+            async with grpc.aio.insecure_channel(target) as channel:
+                assert await health(channel, "") == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_a_catalogue_in_use_is_named(tmp_path: Path) -> None:
@@ -221,9 +273,9 @@ async def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> No
 
 
 async def test_an_adapter_that_cannot_be_served_is_named(tmp_path: Path) -> None:
-    module = LoraModule("huge", write_adapter(tmp_path / "huge", rank=64))
+    module = LoraModule("huge", str(write_adapter(tmp_path / "huge", rank=64)))
     message = await refusal_to_start(server_config(lora_modules=(module,)))
-    assert message.startswith(f"--lora-modules huge={module.path}: ")
+    assert message.startswith(f"--lora-modules huge={module.source}: ")
     assert "rank 64 is over --max-lora-rank 16" in message
 
 
@@ -267,7 +319,7 @@ async def test_draining_lets_streams_end_and_refuses_new_ones() -> None:
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert "DRAINING" in reasons_of(error)
         assert error_details_pb2.RetryInfo.DESCRIPTOR.full_name in reasons_of(error)
-        for service in ("", SERVICES["port"]):
+        for service in ("", *SERVICES["port"]):
             assert await health(channel, service) == health_pb2.HealthCheckResponse.NOT_SERVING
         backend.runner.gate.set()
         responses = [response async for response in call]

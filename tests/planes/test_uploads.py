@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from deltaplane import AsyncClient, Client, RetryPolicy, errors
 from deltaplane.cli.main import main as deltactl
 from deltaplane.v1 import adapters_pb2 as pb
 from deltaplane.v1.adapters_pb2_grpc import AdapterServiceStub, add_AdapterServiceServicer_to_server
+from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.interceptor import DETAILS_KEY, ErrorInterceptor
 from deltaplane_controlplane.ports import AdapterManifest, ServerFigures
 from deltaplane_controlplane.service import AdapterServicer
-from deltaplane_controlplane.upload_folder import UploadFolder
 from deltaplane_controlplane.uploads import CONFIG_FILE, WEIGHTS_FILE, UploadLimits, Uploads
 from deltaplane_server.app import running_server
 from fake_backend import FakeBackend, server_config
@@ -60,20 +61,20 @@ class Serving:
 async def serving(
     tmp_path: Path, limits: UploadLimits = LIMITS, *, catalogue: str | Path = ":memory:"
 ) -> AsyncIterator[Serving]:
-    folder = UploadFolder(tmp_path / "uploads")
-    with ControlPlane(tmp_path, catalogue=catalogue, uploads=folder) as plane:
+    store = AdapterStore(tmp_path / "uploads")
+    with ControlPlane(tmp_path, catalogue=catalogue, store=store) as plane:
         server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=[("grpc.so_reuseport", 0)])
         servicer = AdapterServicer(
-            plane.manager, lambda: ServerFigures(), Uploads(plane.manager, folder, limits)
+            plane.manager, lambda: ServerFigures(), Uploads(plane.manager, store, limits)
         )
         add_AdapterServiceServicer_to_server(servicer, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
-            yield Serving(plane, folder.path, address, AdapterServiceStub(channel))
+            yield Serving(plane, store.path, address, AdapterServiceStub(channel))
         await server.stop(None)
         await asyncio.to_thread(servicer.close)
-    folder.close()
+    store.close()
 
 
 @pytest.fixture
@@ -386,7 +387,7 @@ async def test_a_client_that_stalls_is_cut_off(tmp_path: Path, num_messages: int
 async def test_a_folder_that_is_gone_is_an_error_that_says_so(tmp_path: Path, served: Serving) -> None:
     served.folder.rename(tmp_path / "elsewhere")
     found = await refusal(served.stub.UploadAdapter(adapter(tmp_path).messages()))
-    assert (found.code, found.reason) == (grpc.StatusCode.INTERNAL, "UPLOAD_WRITE_FAILED")
+    assert (found.code, found.reason) == (grpc.StatusCode.INTERNAL, "ADAPTER_STORE_WRITE_FAILED")
     assert str(served.folder) in found.message
     (tmp_path / "elsewhere").rename(served.folder)
 
@@ -425,6 +426,50 @@ async def test_replacing_by_the_same_files_is_the_same_version(tmp_path: Path, s
     assert (again.version, dict(again.labels)) == (1, {"team": "law"})
     await served.eventually_left(Path(again.source))
     assert await asyncio.to_thread(served.plane.run, "a") == 0
+
+
+async def test_replacing_can_keep_the_old_version_and_bring_the_new_one(
+    tmp_path: Path, served: Serving
+) -> None:
+    first = await served.stub.UploadAdapter(adapter(tmp_path).messages())
+    two = adapter(tmp_path, "two").messages(
+        replace=True, keep_previous=True, etag=first.etag, load_tier=pb.ADAPTER_TIER_HOST
+    )
+    answer = await served.stub.UploadAdapter(two)
+    assert (answer.version, [v.version for v in answer.other_versions]) == (2, [1])
+    await asyncio.to_thread(eventually, lambda: served.plane.manager.get("a").tiers != ())
+    assert served.left() == {Path(first.source).name, Path(answer.source).name}
+    assert served.plane.manager.rollback("a").manifest.digest == first.digest
+
+
+async def test_an_etag_that_does_not_match_is_told_before_bytes_come(tmp_path: Path, served: Serving) -> None:
+    await served.stub.UploadAdapter(adapter(tmp_path).messages())
+    call = served.stub.UploadAdapter()
+    await call.write(adapter(tmp_path, "two").header(replace=True, etag="0"))
+    found = await refusal(call)
+    assert (found.code, found.reason) == (grpc.StatusCode.ABORTED, "ETAG_MISMATCH")
+
+
+async def test_validating_checks_the_files_and_keeps_none(tmp_path: Path, served: Serving) -> None:
+    answer = await served.stub.UploadAdapter(adapter(tmp_path).messages(validate_only=True))
+    assert (answer.version, answer.rank) == (0, 8)
+    found = await refusal(served.stub.UploadAdapter(adapter(tmp_path, rank=65).messages(validate_only=True)))
+    assert found.fields == ("header.files",)
+    await served.eventually_left()
+    assert served.plane.manager.list_adapters().total_size == 0
+
+
+async def test_a_repeated_upload_is_answered_before_its_bytes_come(tmp_path: Path, served: Serving) -> None:
+    one, key = adapter(tmp_path), str(uuid.uuid4())
+    first = await served.stub.UploadAdapter(one.messages(idempotency_key=key))
+    call = served.stub.UploadAdapter()
+    await call.write(one.header(idempotency_key=key))
+    assert await call == first
+    call = served.stub.UploadAdapter()
+    await call.write(adapter(tmp_path, "two").header(idempotency_key=key))
+    found = await refusal(call)
+    assert found.fields == ("idempotency_key",)
+    assert served.left() == {Path(first.source).name}
 
 
 async def test_files_that_are_registered_from_elsewhere_leave_the_folder(
@@ -558,8 +603,11 @@ async def test_deltactl_uploads(
     assert await asyncio.to_thread(deltactl, words) == 1
     assert "adapter 'a' is registered (version 1" in capsys.readouterr().err
     write_adapter(local, content="changed")
-    assert await asyncio.to_thread(deltactl, [*words, "--replace"]) == 0
-    assert served.plane.manager.get("a").version == 2
+    assert await asyncio.to_thread(deltactl, [*words, "--replace", "--validate-only"]) == 0
+    assert served.plane.manager.get("a").version == 1
+    assert await asyncio.to_thread(deltactl, [*words, "--replace", "--keep-previous", "--load", "host"]) == 0
+    view = served.plane.manager.get("a")
+    assert (view.version, len(view.other_versions)) == (2, 1)
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -219,7 +219,7 @@ async def test_what_comes_while_the_loop_is_busy_wakes_each_reader_once(world: W
 async def test_usage_comes_last_though_its_output_has_waited_longest_to_be_read(world: World) -> None:
     world.runner.gate.clear()
     finish = Finish(FinishReason.LENGTH)
-    usage = Usage(3, 3, 0, 0.0, 0.0, 0.0, "", 0, True, 0.0, 0)
+    usage = Usage(3, 3, 0, 0.0, 0.0, 0.0, (), 0.0, 0)
     stream = world.engine.generate(request(num_outputs=2))
     stream.put(OutputDelta("r", 0, "a", (1,)))
     stream.put(OutputDelta("r", 1, "b", (2,), finish=finish))

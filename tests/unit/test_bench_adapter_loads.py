@@ -9,17 +9,24 @@ from bench import adapter_loads, report
 from bench.adapter_loads import RANK, Latency
 
 
+@pytest.mark.parametrize(
+    ("options", "result"), [([], "adapter-loads-tiny"), (["--dora"], "adapter-loads-dora-tiny")]
+)
 def test_measures_and_reports_streams_and_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    result: str,
 ) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    figures = adapter_loads.main(["--tiny", "--device", "cpu"])
+    figures = adapter_loads.main(["--tiny", "--device", "cpu", *options])
     assert 0 < figures.alone.p50 <= figures.alone.p99 <= figures.alone.highest
     assert 0 < figures.loading.p50 <= figures.loading.p99 <= figures.loading.highest
     assert figures.loads_per_second > 0
     assert min(figures.load.read, figures.load.pack, figures.load.copy) > 0
     assert figures.p99_ratio == figures.loading.p99 / figures.alone.p99
-    written = json.loads((tmp_path / "adapter-loads-tiny.json").read_text())
+    written = json.loads((tmp_path / f"{result}.json").read_text())
     assert written["results"]["loading"]["p99"] == figures.loading.p99
     assert written["workload"]["rank"] == RANK
     assert "loads a second" in capsys.readouterr().out
@@ -32,8 +39,8 @@ def test_without_a_gpu_only_the_tiny_model_runs() -> None:
 
 def test_an_error_of_a_load_is_the_benchmarks_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(adapter_loads, "rank_pages", lambda rank: 1)
-    with pytest.raises(ValueError, match="host pages are"):
+    monkeypatch.setattr(adapter_loads, "_num_pages", lambda work: 1)
+    with pytest.raises(ValueError, match="must be different ones of 0 to 0"):
         adapter_loads.main(["--tiny", "--device", "cpu"])
 
 

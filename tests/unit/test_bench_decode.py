@@ -9,7 +9,7 @@ import torch
 from bench import decode, report
 from bench.gpu_busy import busy_of
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
-from deltaplane_kernels.rank_pages import RankPageLayout
+from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def test_a_random_adapter_is_zero_above_its_rank(rank: int) -> None:
     assert [bool(row.any()) for row in rows] == [index < rank for index in range(len(rows))]
     columns = torch.cat(list(layout.b(adapter.pages, 0, "down_proj", 0)))
     assert [bool(row.any()) for row in columns] == [index < rank for index in range(len(columns))]
-    assert adapter.ranks == [[rank] * 7] * 2
+    assert adapter.rows == [[SliceRows(rank)] * 7] * 2
 
 
 def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:

@@ -50,6 +50,16 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not config.log_prompts
 
 
+def test_files_of_access_reach_the_configuration() -> None:
+    config = parse(
+        "m", "--tls-cert-file", "cert", "--tls-key-file", "key", "--tls-client-ca-file", "ca",
+        "--admin-tls-client-ca-file", "admin-ca", "--api-token-file", "api", "--admin-token-file", "admin",
+    )  # fmt: skip
+    assert (config.tls_cert_file, config.tls_key_file) == (Path("cert"), Path("key"))
+    assert (config.tls_client_ca_file, config.admin_tls_client_ca_file) == (Path("ca"), Path("admin-ca"))
+    assert (config.api_token_file, config.admin_token_file) == (Path("api"), Path("admin"))
+
+
 def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
     assert parse(str(tmp_path)).engine.served_model_name == tmp_path.name
 
@@ -61,7 +71,7 @@ def test_flags_reach_the_configuration(adapter: Path) -> None:
         "--no-enable-chunked-prefill", "--enable-prefix-caching", "--max-num-seqs", "8", "--max-waiting", "0",
         "--kv-cache-memory", "2GiB", "--drain-timeout", "1.5", "--log-format", "json", "--vllm-metrics",
     )  # fmt: skip
-    assert config.lora_modules == tuple(LoraModule(name, adapter) for name in "abc")
+    assert config.lora_modules == tuple(LoraModule(name, str(adapter)) for name in "abc")
     engine = config.engine
     assert (engine.served_model_name, engine.max_loras, engine.max_lora_rank) == ("base", 2, 64)
     assert engine.kv_cache_bytes == 2 << 30
@@ -71,6 +81,17 @@ def test_flags_reach_the_configuration(adapter: Path) -> None:
     assert (config.state, config.drain_timeout_s) == (":memory:", 1.5)
     assert config.log_format is LogFormat.JSON
     assert config.vllm_metrics
+
+
+def test_remote_adapters_reach_the_configuration() -> None:
+    config = parse(
+        "m", "--lora-modules", "a=hf://org/name@main", "b=HTTPS://Host:443/b", "--adapter-sources", "hf://org/",
+        "s3://models/team", "--adapter-sources", "http://127.0.0.1:8000/",
+    )  # fmt: skip
+    assert [module.source for module in config.lora_modules] == ["hf://org/name@main", "https://host/b/"]
+    sources = [str(prefix) for prefix in config.adapter_sources]
+    assert sources == ["hf://org", "s3://models/team", "http://127.0.0.1:8000/"]
+    assert parse("m").adapter_sources == ()
 
 
 def test_uploads_are_kept_as_long_as_the_catalogue_or_where_they_are_told() -> None:
@@ -123,6 +144,11 @@ def test_sizes(text: str, nbytes: int) -> None:
         (("m", "--lora-modules", f"a={__file__}"), "is a file; give its folder"),
         (("m", "--lora-modules", f"a={Path(__file__).parent}"), "holds no adapter_config.json"),
         (("m", "--adapter-roots", "/no/such/folder"), "there is no folder /no/such/folder"),
+        (("m", "--lora-modules", "a=hf://org"), "no address of adapters: name a repository as hf://org/name"),
+        (("m", "--lora-modules", "a=http://10.0.0.1/a"), "http:// is for this machine alone"),
+        (("m", "--adapter-sources", "ftp://host/"), "adapters come from hf://, https:// and s3://"),
+        (("m", "--adapter-sources", "https://"), "write https://host/path/"),
+        (("m", "--adapter-sources", "http://host/"), "http:// is for this machine alone"),
         (("m", "--max-cpu-loras", "4", "--lora-host-memory", "1G"), "not allowed with"),
         (
             (

@@ -115,6 +115,17 @@ async def test_a_model_longer_than_it_knows(model: Path) -> None:
     assert message.startswith("--max-model-len: 1048576 is not served, the limit is 512")
 
 
+def test_a_control_plane_that_would_ask_nobody(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "--admin-host", "0.0.0.0")
+    assert "--admin-host 0.0.0.0 is not a loopback address" in message
+    assert "--admin-token-file" in message
+
+
+def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "--admin-host", "0.0.0.0", "--admin-token-file", tmp_path / "none")
+    assert f"--admin-token-file {tmp_path}/none: it cannot be read (No such file or directory)" in message
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]

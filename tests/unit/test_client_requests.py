@@ -4,7 +4,16 @@ import inspect
 
 import pytest
 
-from deltaplane import AdapterClient, AsyncAdapterClient, AsyncClient, Client, requests
+from deltaplane import (
+    AdapterClient,
+    AsyncAdapterClient,
+    AsyncClient,
+    AsyncOperationClient,
+    Client,
+    OperationClient,
+    adapter_requests,
+    requests,
+)
 from deltaplane.errors import InvalidArgumentError
 from deltaplane.requests import GenerateOptions
 from deltaplane.v1 import adapters_pb2, generation_pb2
@@ -86,6 +95,12 @@ def test_prompts_take_three_forms() -> None:
     assert not chat.HasField("add_generation_prompt")
 
 
+def test_adapters_without_weights_are_a_list() -> None:
+    request = requests.generate("Hi", {"adapters": ["legal", "story"]})
+    assert [term.adapter for term in request.adapters] == ["legal", "story"]
+    assert not any(term.HasField("weight") for term in request.adapters)
+
+
 def test_one_stop_text_needs_no_list() -> None:
     assert list(requests.generate("Hi", {"stop": "END"}).stop.stop) == ["END"]
 
@@ -99,6 +114,8 @@ def test_one_stop_text_needs_no_list() -> None:
         ({"stop_token_ids": [1, -2]}, "stop.stop_token_ids", "[1, -2] is not a list, each a whole number"),
         ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias", "is not a mapping of a whole number"),
         ({"adapters": {"a": "much"}}, "adapters.weight", "'much' is not a number"),
+        ({"adapters": "legal"}, "adapters", "'legal' is one name"),
+        ({"adapters": [1]}, "adapters.adapter", "1 is not text"),
         ({"priority": 2**31}, "priority", "is not a whole number from -2147483648"),
         ({"add_generation_prompt": True}, "messages.add_generation_prompt", "give the prompt as messages"),
     ],
@@ -128,7 +145,7 @@ def test_a_chat_message_has_a_role_and_a_content() -> None:
 
 def test_an_update_names_what_it_changes() -> None:
     def mask(source: str | None, labels: dict[str, str] | None) -> list[str]:
-        request = requests.update_adapter(
+        request = adapter_requests.update_adapter(
             "a",
             source=source,
             labels=labels,
@@ -147,7 +164,7 @@ def test_an_update_names_what_it_changes() -> None:
 
 def test_a_drain_timeout_is_in_seconds_and_zero_is_not_the_default() -> None:
     def request(drain_timeout: float | None) -> adapters_pb2.DeleteAdapterRequest:
-        return requests.delete_adapter(
+        return adapter_requests.delete_adapter(
             "a", etag="", drain_timeout=drain_timeout, force=False, allow_missing=False
         )
 
@@ -157,19 +174,26 @@ def test_a_drain_timeout_is_in_seconds_and_zero_is_not_the_default() -> None:
 
 
 def test_tiers_have_names() -> None:
-    assert requests.tier(None) == adapters_pb2.ADAPTER_TIER_UNSPECIFIED
-    assert requests.tier("host") == adapters_pb2.ADAPTER_TIER_HOST
+    assert adapter_requests.tier(None) == adapters_pb2.ADAPTER_TIER_UNSPECIFIED
+    assert adapter_requests.tier("host") == adapters_pb2.ADAPTER_TIER_HOST
     with pytest.raises(InvalidArgumentError, match="'gpu' is no tier; use 'device' or 'host'"):
-        requests.tier("gpu")  # type: ignore[arg-type]
+        adapter_requests.tier("gpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("blocking", "asynchronous"), [(Client, AsyncClient), (AdapterClient, AsyncAdapterClient)]
+    ("blocking", "asynchronous"),
+    [
+        (Client, AsyncClient),
+        (AdapterClient, AsyncAdapterClient),
+        (OperationClient, AsyncOperationClient),
+    ],
 )
 def test_both_clients_have_the_same_methods(blocking: type, asynchronous: type) -> None:
-    def methods(cls: type) -> dict[str, list[inspect.Parameter]]:
+    def methods(cls: type) -> dict[str, str]:
         return {
-            name: list(inspect.signature(method).parameters.values())
+            name: str(inspect.signature(method).replace(return_annotation=None)).replace(
+                ".blocking.", ".aio."
+            )
             for name, method in inspect.getmembers(cls, inspect.isfunction)
             if not name.startswith("_") or name == "__init__"
         }

@@ -47,6 +47,7 @@ def test_the_flags_are_ones_that_a_program_has() -> None:
         "deltaplane_server.cli",
         "deltaplane.cli.main",
         "deltaplane.cli.adapters",
+        "deltaplane.cli.connection",
         "deltaplane.cli.server",
     ):
         known |= flags(Path(str(importlib.import_module(module).__file__)).read_text())

@@ -21,6 +21,7 @@ from deltaplane_controlplane.errors import (
     UnavailableError,
 )
 from deltaplane_server.engine.api import (
+    AdapterUse,
     Finish,
     FinishReason,
     GenerationRequest,
@@ -236,7 +237,8 @@ def test_logprobs_are_reported_where_asked_for() -> None:
 def test_usage_tells_where_the_time_went() -> None:
     world = World(load_ticks=2)
     lease = world.adapters.lease(1)
-    world.engine.submit(request(lease=lease, adapter="a", adapter_version=7, adapter_hit=False))
+    adapters = (AdapterUse("a", 7, hit=False),)
+    world.engine.submit(request(lease=lease, adapters=adapters))
     world.run()
     usage = world.usage("r")
     assert usage == Usage(
@@ -246,9 +248,7 @@ def test_usage_tells_where_the_time_went() -> None:
         queue_ms=2 * STEP_S * 1000,
         prefill_ms=0,
         decode_ms=4 * STEP_S * 1000,
-        adapter="a",
-        adapter_version=7,
-        adapter_hit=False,
+        adapters=adapters,
         adapter_load_ms=2 * STEP_S * 1000,
         preemptions=0,
     )
@@ -256,7 +256,7 @@ def test_usage_tells_where_the_time_went() -> None:
 
 def test_the_observer_is_told() -> None:
     world = World(load_ticks=0)
-    world.engine.submit(request("x", lease=world.adapters.lease(1), adapter="a"))
+    world.engine.submit(request("x", lease=world.adapters.lease(1), adapters=(AdapterUse("a", 1),)))
     world.engine.submit(request("y", prompt=[5]))
     world.run()
     observer = world.observer

@@ -13,11 +13,12 @@ from deltaplane_controlplane.errors import FailedPreconditionError, NotFoundErro
 from deltaplane_controlplane.leases import Lease
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, OutputDelta
 from deltaplane_server.engine.engine import Engine
+from deltaplane_server.scheduling.lease import AdapterUid
 from deltaplane_server.scheduling.plan import NO_SLOT, ScheduledSequence
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
-from fake_runner import FakeRunner, LetterDecoder, expected_tokens
+from fake_runner import Clock, FakeRunner, LetterDecoder, expected_tokens
 
 PROMPT = [1, 2, 3]
 NAMES = "abcdef"
@@ -35,7 +36,8 @@ class PoolRunner(FakeRunner):
         lease = part.sequence.lease
         if part.slot != NO_SLOT:
             assert isinstance(lease, Lease)
-            assert self._plane.weights_in(part.slot) == lease.held.manifest.digest
+            digests = {member.version.manifest.digest: member.weight for member in lease.members}
+            assert self._plane.weights_of(part.slot) == digests
 
 
 @dataclass
@@ -58,10 +60,15 @@ class World:
     engine: Engine
     scheduler: Scheduler
     outputs: Outputs
-    uids: dict[str, int] = field(default_factory=dict)
+    uids: dict[str, AdapterUid] = field(default_factory=dict)
 
-    def submit(self, request_id: str, adapter: str, max_tokens: int = 20) -> None:
-        lease = self.plane.manager.lease(adapter) if adapter else None
+    def submit(self, request_id: str, adapters: str, max_tokens: int = 20) -> None:
+        """adapters: a letter each; several are added up, the first one times two."""
+        lease = None
+        if len(adapters) == 1:
+            lease = self.plane.manager.lease(adapters)
+        elif adapters:
+            lease = self.plane.manager.compose({**dict.fromkeys(adapters, 1.0), adapters[0]: 2.0})
         self.uids[request_id] = lease.uid if lease is not None else 0
         self.engine.submit(
             GenerationRequest(
@@ -121,8 +128,43 @@ def test_requests_for_more_adapters_than_slots(world: World) -> None:
     assert [world.plane.manager.get(name).loads for name in NAMES] == [1] * 6
 
 
-def test_an_adapter_waits_for_a_slot_though_others_never_rest(world: World) -> None:
-    """With two slots."""
+def test_compositions_of_all_pairs_beside_their_adapters(world: World) -> None:
+    """With two slots, and for each pair in either order."""
+    pairs = [first + second for first in NAMES for second in NAMES if first != second]
+    ids = [f"{who}{number}" for who in [*pairs, *NAMES] for number in range(3)]
+    random.Random(1).shuffle(ids)
+    for request_id in ids:
+        world.submit(request_id, request_id[:-1])
+    world.wait(*ids)
+    for request_id in ids:
+        world.check(request_id)
+
+
+def test_a_composition_ends_on_the_versions_that_it_began_with(world: World) -> None:
+    world.submit("old", "ab", max_tokens=1500)
+    eventually(lambda: bool(world.outputs.tokens.get("old")))
+    world.plane.manager.update("b", source=world.plane.folder("b", content="new files"))
+    world.submit("new", "ab")
+    world.wait("old", "new")
+    world.check("old", max_tokens=1500)
+    world.check("new")
+    assert world.uids["old"] != world.uids["new"]
+
+
+def test_a_drain_timeout_of_one_adapter_aborts_its_compositions(world: World) -> None:
+    world.submit("stream", "ab", max_tokens=2900)
+    eventually(lambda: bool(world.outputs.tokens.get("stream")))
+    world.plane.manager.delete("b", drain_timeout_s=0.0)
+    world.wait("stream")
+    assert world.outputs.reasons["stream"] is FinishReason.ABORTED
+    world.submit("other", "a")
+    world.wait("other")
+    world.check("other")
+
+
+@pytest.mark.parametrize("late", ["c", "cd", "ac"])
+def test_an_adapter_waits_for_a_slot_though_others_never_rest(world: World, late: str) -> None:
+    """With two slots; also a composition, of which one adapter may be among those that never rest."""
     stop = threading.Event()
 
     def keep_busy(name: str) -> None:
@@ -137,13 +179,47 @@ def test_an_adapter_waits_for_a_slot_though_others_never_rest(world: World) -> N
         thread.start()
     try:
         eventually(lambda: world.plane.resident() == {"a", "b"})
-        world.submit("late", "c")
+        world.submit("late", late)
         world.wait("late")
         world.check("late")
     finally:
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_an_adapter_that_is_closed_for_another_takes_no_room_from_it(plane: ControlPlane) -> None:
+    """`c` needs all eight pages; the two others are closed, and are to go when they have ended."""
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=32, max_model_len=500, num_pages=200, page_size=4, max_loras=2
+    )
+    clock, outputs = Clock(), Outputs()
+    scheduler = Scheduler(config, clock)
+    engine = Engine(scheduler, PoolRunner(config, plane), LetterDecoder(), max_waiting=100)
+    plane.manager.set_hooks(on_ready=engine.wake)
+    plane.add("a")
+    plane.add("b", rank=56)
+    plane.add("c", rank=64)
+    world = World(plane, engine, scheduler, outputs)
+
+    def run(seconds: float) -> None:
+        end = clock() + seconds
+        while clock() < end:
+            outputs.deliver(engine.step())
+            plane.settle()
+            clock.advance(0.02)
+
+    world.submit("1", "a", max_tokens=60)
+    world.submit("2", "b", max_tokens=400)
+    run(0.1)
+    world.submit("3", "c")
+    run(3.0)
+    assert outputs.reasons.keys() == {"1"}
+    plane.manager.evict("a")
+    world.submit("4", "a")
+    run(8.0)
+    assert list(outputs.reasons) == ["1", "2", "3", "4"]
+    engine.check_integrity()
 
 
 def test_streams_end_on_the_version_that_they_began_with(world: World) -> None:
@@ -177,7 +253,7 @@ def test_requests_registrations_and_deletions_at_once(world: World) -> None:
         for number in range(60):
             request_id = f"{seed}-{number}"
             try:
-                world.submit(request_id, draw.choice(["", *NAMES]))
+                world.submit(request_id, draw.choice(["", *NAMES, "ab", "cd", "ef", "ae"]))
             except (NotFoundError, FailedPreconditionError):
                 continue
             ids.append(request_id)

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from deltaplane_controlplane.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 from deltaplane_server.engine.api import Finish, FinishReason, GenerationRequest, OutputDelta, Usage
 from deltaplane_server.engine.engine import Engine
+from deltaplane_server.scheduling.lease import AdapterUid, members
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
@@ -29,12 +30,17 @@ BASES = [[1] * 40, [2, 3] * 20]
 
 NUM_ADAPTERS = 5
 
+ADAPTERS = st.integers(1, NUM_ADAPTERS)
+WEIGHTS = (-1.0, 0.5, 1.0)
+WHO = st.lists(st.tuples(ADAPTERS, st.sampled_from(WEIGHTS)), max_size=3, unique_by=lambda term: term[0])
+"""Adapters and weights: none are the base model, and one of weight 1 is the adapter itself."""
+
 
 @dataclass(frozen=True)
 class Sent:
     """A request as it was submitted."""
 
-    uid: int
+    uid: AdapterUid
     prompt: Sequence[int]
     max_tokens: int
     num_outputs: int
@@ -64,7 +70,7 @@ class Harness:
 
     def submit(
         self,
-        adapter: int,
+        who: Sequence[tuple[int, float]],
         prompt: Sequence[int],
         max_tokens: int,
         *,
@@ -74,8 +80,8 @@ class Harness:
         stream_interval: int = 1,
         stop_token: int | None = None,
     ) -> None:
-        """adapter: 0 is the base model."""
-        uid = self.uids[adapter - 1] if adapter else 0
+        """who: adapters and weights, as many as there are slots at most."""
+        uid = self.uid_of(who[: self.config.max_loras])
         lease = self.adapters.lease(uid) if uid else None
         request = GenerationRequest(
             request_id=f"r{len(self.sent)}",
@@ -99,6 +105,12 @@ class Harness:
                 lease.release()
             return
         self.sent[request.request_id] = Sent(uid, prompt, max_tokens, num_outputs, stop_token)
+
+    def uid_of(self, who: Sequence[tuple[int, float]]) -> AdapterUid:
+        terms = tuple(sorted((self.uids[adapter - 1], weight) for adapter, weight in who))
+        if not terms:
+            return 0
+        return terms[0][0] if len(terms) == 1 and terms[0][1] == 1 else terms
 
     def step(self) -> None:
         for delta in self.engine.step():
@@ -128,7 +140,7 @@ class Harness:
         self.engine.abort_adapter(old)
         self.engine.forget_adapter(old)
         self.step()
-        assert all(name in self.usages for name, sent in self.sent.items() if sent.uid == old)
+        assert all(name in self.usages for name, sent in self.sent.items() if old in members(sent.uid))
 
     def break_adapter(self, adapter: int, fails: bool) -> None:
         """Only a load can fail: what is resident goes on."""
@@ -229,7 +241,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness = Harness(config, load_ticks, steps_under_way)
 
     @rule(
-        adapter=st.integers(0, NUM_ADAPTERS),
+        who=WHO,
         base=st.sampled_from(BASES),
         num_shared=st.integers(0, 30),
         tail=st.lists(st.integers(0, 3), min_size=1, max_size=6),
@@ -242,7 +254,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def submit(
         self,
-        adapter: int,
+        who: list[tuple[int, float]],
         base: list[int],
         num_shared: int,
         tail: list[int],
@@ -254,7 +266,7 @@ class EngineMachine(RuleBasedStateMachine):
         stop_token: int | None,
     ) -> None:
         self.harness.submit(
-            adapter,
+            who,
             base[:num_shared] + tail,
             max_tokens,
             num_outputs=num_outputs,
@@ -282,11 +294,11 @@ class EngineMachine(RuleBasedStateMachine):
     def fail_step(self, late: bool) -> None:
         self.harness.fail_step(late=late)
 
-    @rule(adapter=st.integers(1, NUM_ADAPTERS))
+    @rule(adapter=ADAPTERS)
     def replace_adapter(self, adapter: int) -> None:
         self.harness.replace_adapter(adapter)
 
-    @rule(adapter=st.integers(1, NUM_ADAPTERS), fails=st.booleans())
+    @rule(adapter=ADAPTERS, fails=st.booleans())
     def break_adapter(self, adapter: int, fails: bool) -> None:
         self.harness.break_adapter(adapter, fails)
 
@@ -323,8 +335,9 @@ def test_heavy_load(seed: int) -> None:
         event = draw.random()
         if event < 0.3:
             prompt = draw.choice(BASES)[: draw.randint(0, 40)] + [draw.randint(0, 3)] * draw.randint(1, 5)
+            chosen = draw.sample(range(1, NUM_ADAPTERS + 1), draw.choice((0, 1, 1, 2, 3)))
             harness.submit(
-                draw.randint(0, NUM_ADAPTERS),
+                [(adapter, draw.choice(WEIGHTS)) for adapter in chosen],
                 prompt,
                 draw.randint(1, 35),
                 num_outputs=draw.choice([1, 1, 1, 3]),

@@ -75,8 +75,12 @@ def test_a_slow_reader_is_cut_off_and_may_resume(view: AdapterView) -> None:
     with pytest.raises(ResourceExhaustedError, match="5 events behind, 4 are allowed") as caught:
         reader.read()
     assert caught.value.reason == "WATCHER_TOO_SLOW"
-    assert Reader(log, token).subscription is not None
-    write(log, view, *range(5, 9))
+    again = Reader(log, token)
+    write(log, view, 5, 6)
+    assert again.read() == [*range(7)], "who resumes has as long to catch up as the log reaches back"
+    write(log, view, *range(7, 12))
+    with pytest.raises(ResourceExhaustedError, match="5 events behind, 4 are allowed"):
+        again.read()
     with pytest.raises(OutOfRangeError, match="watch afresh"):
         Reader(log, token)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from control_plane import ControlPlane
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_controlplane.filters import PageToken, parse_filter
+from deltaplane_controlplane.filters import MAX_FILTER_LENGTH, PageToken, parse_filter
 from deltaplane_controlplane.versions import Tier
 from deltaplane_controlplane.views import AdapterView
 
@@ -29,6 +29,17 @@ def view(plane: ControlPlane) -> AdapterView:
         ("state=RESIDENT", False),
         ("pinned=true", True),
         ("pinned=false", False),
+        ("pinned=host", True),
+        ("pinned=device", False),
+        ("rank=8", True),
+        ("rank>=8 AND rank<=8", True),
+        ("rank>=9", False),
+        ("rank<=7", False),
+        ("features:dora", False),
+        ('base_model=""', True),
+        ("base_model=other", False),
+        ("digest:*", True),
+        ("digest=00", False),
         ("name:law*", True),
         ("name:*", True),
         ("name:tale*", False),
@@ -54,7 +65,14 @@ def test_what_matches(view: AdapterView, text: str, matches: bool) -> None:
         "pinned=yes",
         "name=law-1",
         "name:law-1",
-        "rank=8",
+        "rank=eight",
+        "rank:8",
+        "rank>8",
+        "digest:abc",
+        "features=dora",
+        "base_model:base*",
+        "name.x=y",
+        "labels=x",
         "labels.=x",
         "state=HOST AND",
         "AND state=HOST",
@@ -86,3 +104,14 @@ def test_any_text_is_a_token_or_refused(text: str) -> None:
 def test_tokens_come_back_as_they_went(after: str, filter: str) -> None:
     token = PageToken(after, filter)
     assert PageToken.decode(token.encode(), filter) == token
+
+
+def test_a_filter_and_its_token_may_be_long_and_no_longer() -> None:
+    longest = f'labels.x="{chr(0x1F600) * (MAX_FILTER_LENGTH - 11)}"'
+    parse_filter(longest)
+    token = PageToken("n" * 128, longest)
+    assert PageToken.decode(token.encode(), longest) == token
+    with pytest.raises(InvalidArgumentError, match=f"{MAX_FILTER_LENGTH + 1} characters are more than"):
+        parse_filter(longest + " ")
+    with pytest.raises(InvalidArgumentError, match="this is no token of a list"):
+        PageToken.decode(PageToken("", "f" * (1 << 20)).encode(), "f" * (1 << 20))

@@ -10,18 +10,30 @@ import math
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
+from torch import Tensor
 
-from adapter_files import LAYOUT, RANK, make_config, make_tensors
+from adapter_files import (
+    BIASED,
+    RANK,
+    make_affine_tensors,
+    make_config,
+    make_embedding_tensors,
+    make_head_tensors,
+    make_norm_tensors,
+    make_tensors,
+    with_outside,
+)
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.status import to_status
 from deltaplane_server.adapters import module_matching
-from deltaplane_server.adapters.lora_matrices import find_matrices
+from deltaplane_server.adapters.adapter_plan import make_plan
 from deltaplane_server.adapters.module_matching import MAX_EXPANDED_LENGTH, ModuleMatcher
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, parse_config
 from deltaplane_server.adapters.safetensors_header import (
@@ -152,11 +164,48 @@ anything = st.recursive(
 
 # The header of the weights.
 
-GOOD_FILE = save({name: tensor.contiguous() for name, tensor in make_tensors().items()})
-GOOD_LENGTH = int.from_bytes(GOOD_FILE[:LENGTH_BYTES], "little")
-GOOD_HEADER: dict[str, Any] = json.loads(GOOD_FILE[LENGTH_BYTES : LENGTH_BYTES + GOOD_LENGTH])
-GOOD_BODY = GOOD_FILE[LENGTH_BYTES + GOOD_LENGTH :]
-GOOD_ENTRIES = read_header(io.BytesIO(GOOD_FILE).read, len(GOOD_FILE)).entries
+
+class Good(NamedTuple):
+    """An adapter that is served: its weights' file, what the header says, and its configuration."""
+
+    file: bytes
+    members: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def header_bytes(self) -> int:
+        return LENGTH_BYTES + int.from_bytes(self.file[:LENGTH_BYTES], "little")
+
+    @property
+    def body(self) -> bytes:
+        return self.file[self.header_bytes :]
+
+    @property
+    def header(self) -> SafetensorsHeader:
+        return read_header(io.BytesIO(self.file).read, len(self.file))
+
+
+def good(tensors: dict[str, Tensor], **config: Any) -> Good:
+    file = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    length = int.from_bytes(file[:LENGTH_BYTES], "little")
+    return Good(file, json.loads(file[LENGTH_BYTES : LENGTH_BYTES + length]), make_config(**config))
+
+
+BASE = with_outside(BIASED)
+GOOD = [
+    good(make_tensors()),
+    good(make_affine_tensors(), use_dora=True, bias="lora_only"),
+    good(
+        make_tensors() | make_head_tensors() | make_embedding_tensors() | make_norm_tensors("norm"),
+        target_modules=[*make_config()["target_modules"], "lm_head", "embed_tokens"],
+        modules_to_save=["model.norm"],
+    ),
+]
+"""Of a base with biases: one with LoRA alone, one with DoRA and trained biases too, and one with LoRA on the
+vocabulary and a trained norm."""
+
+GOOD_HEADERS = [one.header for one in GOOD]
+GOOD_NAMES = [name for one in GOOD for name in one.members]
 
 sizes = st.integers(-2, 2**10) | st.sampled_from([2**32, 2**47, 2**48 - 1, 2**48, 2**63, 2**64 - 1])
 fields = {
@@ -166,8 +215,8 @@ fields = {
     "data_offsets": st.lists(sizes, min_size=2, max_size=2).map(json.dumps) | lists_of(numbers, 3) | anything,
 }
 names = st.one_of(
-    st.sampled_from(list(GOOD_HEADER)).map(json.dumps),
-    st.tuples(st.sampled_from(list(GOOD_HEADER)), st.integers(0, 80), st.text(max_size=3)).map(
+    st.sampled_from(GOOD_NAMES).map(json.dumps),
+    st.tuples(st.sampled_from(GOOD_NAMES), st.integers(0, 80), st.text(max_size=3)).map(
         lambda t: json.dumps(t[0][: t[1]] + t[2] + t[0][t[1] :])
     ),
     st.just('"__metadata__"'),
@@ -179,11 +228,12 @@ entries = st.fixed_dictionaries({}, optional=fields).map(
 
 
 @st.composite
-def changed_headers(draw: st.DrawFn) -> bytes:
+def changed_headers(draw: st.DrawFn) -> tuple[Good, bytes]:
     """A good header in which a few members were replaced, doubled, renamed, or given another field."""
+    one = draw(st.sampled_from(GOOD))
     members = [
         (json.dumps(name), {json.dumps(key): json.dumps(part) for key, part in value.items()})
-        for name, value in GOOD_HEADER.items()
+        for name, value in one.members.items()
     ]
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(members) - 1))
@@ -201,7 +251,7 @@ def changed_headers(draw: st.DrawFn) -> bytes:
             case _:
                 other = draw(st.integers(0, len(members) - 1))
                 members[place], members[other] = (name, members[other][1]), (members[other][0], values)
-    return utf8(braced((name, braced(values.items())) for name, values in members))
+    return one, utf8(braced((name, braced(values.items())) for name, values in members))
 
 
 @whatever
@@ -220,21 +270,22 @@ def test_any_header(header: str, body_bytes: int, length: int | None) -> None:
 
 @whatever
 @given(changed_headers(), st.integers(-40, 40))
-def test_a_good_header_that_was_changed(header: bytes, more: int) -> None:
+def test_a_good_header_that_was_changed(changed: tuple[Good, bytes], more: int) -> None:
     """What is still read is matched with a good configuration, which it may not fit."""
-    body = GOOD_BODY[:more] if more < 0 else GOOD_BODY + bytes(more)
+    one, header = changed
+    body = one.body[:more] if more < 0 else one.body + bytes(more)
     found = read(with_header(header, body))
     if found is not None:
-        config = parse_config(json.dumps(make_config()).encode())
-        outcome(lambda: find_matrices(found.entries, config, LAYOUT, RANK), BYTES_ANYWAY)
+        config = parse_config(json.dumps(one.config).encode())
+        outcome(lambda: make_plan(config, found, BASE, RANK), BYTES_ANYWAY)
 
 
 @whatever
-@given(st.lists(st.tuples(st.integers(0, LENGTH_BYTES + GOOD_LENGTH), st.integers(0, 255)), max_size=4))
-def test_a_good_file_with_other_bytes(changes: list[tuple[int, int]]) -> None:
-    data = bytearray(GOOD_FILE)
+@given(st.sampled_from(GOOD), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=4))
+def test_a_good_file_with_other_bytes(one: Good, changes: list[tuple[float, int]]) -> None:
+    data = bytearray(one.file)
     for place, value in changes:
-        data[place] = value
+        data[int(place * one.header_bytes)] = value
     read(bytes(data))
 
 
@@ -253,7 +304,7 @@ def test_a_header_full_of_tensors_takes_bounded_memory(key: str) -> None:
     assert found is not None
     assert len(found.entries) == count
     config = parse_config(json.dumps(make_config()).encode())
-    assert outcome(lambda: find_matrices(found.entries, config, LAYOUT, RANK), 16 * len(header)) is None
+    assert outcome(lambda: make_plan(config, found, BASE, RANK), 16 * len(header)) is None
 
 
 # The configuration.
@@ -266,7 +317,9 @@ CONFIG_KEYS = [
     "bias",
     "base_model_name_or_path",
     "use_dora",
+    "lora_bias",
     "modules_to_save",
+    "ensure_weight_tying",
     "lora_dropout",
     "of_a_later_peft",
 ]
@@ -301,13 +354,19 @@ values = {
     "alpha_pattern": objects_of(regexes, small | numbers) | anything,
     "layers_to_transform": small | lists_of(small | numbers) | anything,
     "layers_pattern": regexes | lists_of(regexes) | anything,
+    "bias": st.sampled_from(['"none"', '"lora_only"', '"all"', '"boft_only"']) | anything,
+    "use_dora": st.sampled_from(["true", "false"]) | anything,
+    "lora_bias": st.sampled_from(["true", "false"]) | anything,
+    "modules_to_save": lists_of(targets | st.sampled_from(['"norm"', '"embed_tokens"'])) | anything,
+    "ensure_weight_tying": st.sampled_from(["true", "false"]) | anything,
 }
 
 
 @st.composite
 def changed_configs(draw: st.DrawFn) -> bytes:
     """A good configuration in which a few keys have other values, or there are more of them."""
-    texts = [(json.dumps(key), json.dumps(value)) for key, value in make_config().items()]
+    one = draw(st.sampled_from(GOOD))
+    texts = [(json.dumps(key), json.dumps(value)) for key, value in one.config.items()]
     keys = draw(
         st.lists(st.sampled_from(CONFIG_KEYS) | st.sampled_from(list(values)), min_size=1, max_size=4)
     )
@@ -326,7 +385,7 @@ NAMES = [
 ]
 
 
-def apply(data: bytes) -> None:
+def apply(data: bytes, header: SafetensorsHeader) -> None:
     """Reads a configuration, asks it of modules, and matches it with good weights, which it may not fit."""
     config = parse_config(data)
     matcher = ModuleMatcher(config)
@@ -334,14 +393,14 @@ def apply(data: bytes) -> None:
         matcher.is_target(name)
         assert matcher.rank(name) >= 1
         assert isinstance(matcher.scale(name), float)
-    find_matrices(GOOD_ENTRIES, config, LAYOUT, RANK)
+    make_plan(config, header, BASE, RANK)
 
 
 def check_config(data: bytes) -> None:
     expanded = min(MAX_EXPANDED_LENGTH, 1000 * len(data))
-    outcome(
-        lambda: apply(data), BYTES_ANYWAY + BYTES_PER_BYTE * len(data) + BYTES_PER_PATTERN_BYTE * expanded
-    )
+    max_bytes = BYTES_ANYWAY + BYTES_PER_BYTE * len(data) + BYTES_PER_PATTERN_BYTE * expanded
+    for header in GOOD_HEADERS:
+        outcome(partial(apply, data, header), max_bytes)
 
 
 @whatever

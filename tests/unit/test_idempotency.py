@@ -1,6 +1,7 @@
 """Requests that are sent twice."""
 
 import threading
+import tracemalloc
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -68,3 +69,19 @@ def test_a_key_is_a_uuid() -> None:
     cache: IdempotencyCache[int] = IdempotencyCache()
     with pytest.raises(InvalidArgumentError, match="'mine' is not a UUID"):
         cache.once("mine", "r", lambda: 1)
+    with pytest.raises(InvalidArgumentError) as caught:
+        cache.once("-" * (1 << 20) + KEY, "r", lambda: 1)
+    assert len(caught.value.message) < 200
+    assert cache.once(uuid.UUID(KEY).urn, "r", lambda: 1) == 1
+
+
+def test_requests_are_not_kept() -> None:
+    tracemalloc.start()
+    try:
+        cache: IdempotencyCache[int] = IdempotencyCache()
+        for number in range(10):
+            cache.once(str(uuid.uuid4()), ("register", "x" * (1 << 20), number), lambda: 1)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1 << 20

@@ -14,7 +14,14 @@ import structlog
 from deltaplane.v1 import generation_pb2 as pb
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_server.config import LogFormat
-from deltaplane_server.engine.api import Finish, FinishReason, GenerationRequest, OutputDelta, Usage
+from deltaplane_server.engine.api import (
+    AdapterUse,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    OutputDelta,
+    Usage,
+)
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.telemetry.logs import setup_logging
 from deltaplane_server.telemetry.request_log import RequestLog
@@ -22,7 +29,7 @@ from deltaplane_server.telemetry.request_log import RequestLog
 SECRET = "the heir to the throne"
 USAGE = Usage(
     prompt_tokens=5, completion_tokens=2, cached_tokens=0, queue_ms=1.25, prefill_ms=2.0, decode_ms=3.5,
-    adapter="legal", adapter_version=3, adapter_hit=True, adapter_load_ms=0.0, preemptions=0,
+    adapters=(AdapterUse("legal", 3),), adapter_load_ms=0.0, preemptions=0,
 )  # fmt: skip
 
 
@@ -107,7 +114,8 @@ def test_the_level_holds_for_all_and_chatty_libraries_only_warn(stream: io.Strin
     setup_logging(LogFormat.JSON, "info", stream)
     structlog.get_logger("ours").debug("no")
     logging.getLogger("theirs").debug("no")
-    logging.getLogger("httpx").info("no")
+    for library in ("httpx", "httpx2", "httpcore2", "botocore"):
+        logging.getLogger(library).info("no")
     logging.getLogger("httpx").warning("yes")
     assert [line["message"] for line in lines(stream)] == ["yes"]
 
@@ -125,7 +133,7 @@ def test_a_request_is_one_line(stream: io.StringIO) -> None:
     setup_logging(LogFormat.JSON, "info", stream)
     request = pb.GenerateRequest(request_id="r1", adapter="legal", text=SECRET)
     with RequestLog(log_prompts=False).record(FakeContext(), request, "trace") as record:  # type: ignore[arg-type]
-        record.accept(accepted(adapter="legal", adapter_version=3, prompt_tokens=(1, 2, 3, 4, 5)))
+        record.accept(accepted(adapters=(AdapterUse("legal", 3),), prompt_tokens=(1, 2, 3, 4, 5)))
         record.add(OutputDelta("r1", 0, SECRET, (7,)))
         record.add(OutputDelta("r1", 0, "", (8,), finish=Finish(FinishReason.LENGTH), usage=USAGE))
     [line] = lines(stream)
@@ -138,6 +146,21 @@ def test_a_request_is_one_line(stream: io.StringIO) -> None:
     assert line.items() >= expected.items()
     assert line["ttft_ms"] >= 0
     assert SECRET not in stream.getvalue()
+
+
+def test_all_adapters_of_a_composition_are_named(stream: io.StringIO) -> None:
+    setup_logging(LogFormat.JSON, "info", stream)
+    terms = [pb.WeightedAdapter(adapter=name) for name in ("story", "legal")]
+    request = pb.GenerateRequest(request_id="r1", adapters=terms, text=SECRET)
+    uses = (AdapterUse("legal", 3, weight=0.5), AdapterUse("story", 1, weight=-2.0))
+    for accepts in (True, False):
+        with RequestLog(log_prompts=False).record(FakeContext(), request) as record:  # type: ignore[arg-type]
+            if accepts:
+                record.accept(accepted(adapters=uses, prompt_tokens=(1, 2)))
+    served, refused = lines(stream)
+    assert served["adapter"] == refused["adapter"] == "legal+story"
+    assert served["adapters"] == ["legal@3 * 0.5", "story@1 * -2"]
+    assert "adapter_version" not in served
 
 
 @pytest.mark.parametrize(

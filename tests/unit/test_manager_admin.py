@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_plane import ControlPlane, eventually
+from deltaplane_controlplane.capacity import MAX_RANKS
 from deltaplane_controlplane.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -59,6 +60,12 @@ class TestRegister:
         for labels in ({"": "x"}, {"a b": "x"}, {"a": "x" * 257}, {f"{i}": "" for i in range(65)}):
             with pytest.raises(InvalidArgumentError):
                 plane.manager.register("a", plane.folder("a"), labels=labels)
+
+    def test_too_many_labels_are_not_looked_at_one_by_one(self, plane: ControlPlane) -> None:
+        with pytest.raises(InvalidArgumentError) as caught:
+            plane.manager.register("a", plane.folder("a"), labels={f"a b {i}": "" for i in range(10_000)})
+        assert [violation.field for violation in caught.value.violations] == ["labels"]
+        assert "10000 labels" in caught.value.message
 
     def test_a_rank_over_the_limit_names_both_numbers(self, plane: ControlPlane) -> None:
         with pytest.raises(InvalidArgumentError, match="rank 65 is over --max-lora-rank 64") as caught:
@@ -226,7 +233,7 @@ class TestUpdate:
             plane.manager.update("a", source=plane.folder("b", rank=128))
         assert field_of(caught) == "adapter.source"
         assert plane.manager.get("a").version == 1
-        assert plane.manager.lease("a").hit
+        assert plane.manager.lease("a").members[0].hit
         plane.manager.delete("a", drain_timeout_s=0)
 
     def test_labels_and_etags(self, plane: ControlPlane) -> None:
@@ -282,7 +289,7 @@ class TestRollback:
         digest = plane.digest("a")
         plane.manager.update("a", source=plane.folder("b"), keep_previous=True)
         plane.manager.update("a", source=plane.folder("c"), keep_previous=True)
-        assert plane.manager.lease("a", 1).version == 1
+        assert plane.manager.lease("a", 1).versions[0].number == 1
         assert plane.manager.rollback("a").version == 2
         back = plane.manager.rollback("a")
         assert (back.version, back.manifest.digest) == (1, digest)
@@ -577,14 +584,14 @@ class TestPin:
 
     def test_nobody_evicts_what_is_about_to_be_pinned(self, plane: ControlPlane) -> None:
         plane.add("a", "b", "c")
-        version, arrival = plane.manager._administration.hold_for_pin("a", Tier.DEVICE)
+        version, arrival = plane.manager._pinning.hold("a", Tier.DEVICE, number=None, etag="")
         arrival.result(30)
         for name in ("b", "c", "b"):
             plane.run(name)
         assert "a" in plane.resident()
         with pytest.raises(FailedPreconditionError, match="an administrator is pinning it"):
             plane.manager.evict("a")
-        plane.manager._administration.end_hold(version)
+        plane.manager._pinning.end_hold(version)
         plane.manager.evict("a")
 
     def test_deleting_while_a_pin_waits(self, plane: ControlPlane) -> None:
@@ -633,6 +640,20 @@ class TestQuestions:
         assert names("name:law* AND pinned=false") == ["law-1", "law-2"]
         assert names('labels.team="le gal"') == ["law-2"]
 
+    def test_filters_of_files(self, plane: ControlPlane) -> None:
+        plane.add("plain")
+        source = plane.folder("dora", rank=16, features=("bias", "dora"))
+        digest = plane.manager.register("dora", source).manifest.digest
+
+        def names(filter: str) -> list[str]:
+            return [view.name for view in plane.manager.list_adapters(filter=filter).adapters]
+
+        assert names("features:dora") == names("features:bias AND rank=16") == names("rank>=9") == ["dora"]
+        assert names(f"digest={digest.upper()}") == names(f"digest:{digest[:12]}*") == ["dora"]
+        assert names("rank<=8") == ["plain"]
+        assert names('base_model=""') == ["dora", "plain"]
+        assert names("features:lm_head") == names("base_model=other") == []
+
     def test_bad_lists(self, plane: ControlPlane) -> None:
         with pytest.raises(InvalidArgumentError, match="page_size"):
             plane.manager.list_adapters(page_size=-1)
@@ -664,6 +685,9 @@ class TestQuestions:
         for ranks in ((0,), (65,)):
             with pytest.raises(InvalidArgumentError, match="is not between 1 and --max-lora-rank 64"):
                 plane.manager.capacity(ranks)
+        assert len(plane.manager.capacity((8,) * MAX_RANKS).by_rank) == MAX_RANKS
+        with pytest.raises(InvalidArgumentError, match=f"at most {MAX_RANKS} at once"):
+            plane.manager.capacity((8,) * (MAX_RANKS + 1))
 
     def test_stats_name_who_runs_and_who_waits(self, plane: ControlPlane) -> None:
         plane.add("a", "b")

@@ -10,6 +10,7 @@ from control_plane import ControlPlane, eventually
 from deltaplane_controlplane.errors import (
     FailedPreconditionError,
     InternalError,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
@@ -22,7 +23,8 @@ from fakes import write_adapter
 def test_a_lease_becomes_active_with_the_weights_of_its_version(plane: ControlPlane) -> None:
     plane.add("a")
     lease = plane.manager.lease("a")
-    assert (lease.adapter, lease.version, lease.hit, lease.slot) == ("a", 1, False, None)
+    [member] = lease.members
+    assert (lease.adapter, member.version.number, member.hit, lease.slot) == ("a", 1, False, None)
     slot = plane.activate(lease)
     assert lease.slot == slot == lease.activate()
     assert plane.weights_in(slot) == plane.digest("a")
@@ -34,7 +36,7 @@ def test_a_lease_becomes_active_with_the_weights_of_its_version(plane: ControlPl
     lease.release()
     view = plane.manager.get("a")
     assert (view.leases, view.running, view.hits, view.misses, view.loads) == (0, 0, 0, 1, 1)
-    assert plane.manager.lease("a").hit
+    assert plane.manager.lease("a").members[0].hit
 
 
 def test_it_fits_the_scheduler(plane: ControlPlane) -> None:
@@ -42,7 +44,7 @@ def test_it_fits_the_scheduler(plane: ControlPlane) -> None:
     lease: AdapterLease = plane.manager.lease("a")
     assert not lease.resident
     assert not lease.waits_for_room
-    assert lease.uid > 0
+    assert lease.uid != 0
     lease.release()
 
 
@@ -183,7 +185,7 @@ def test_a_lease_that_never_asked_keeps_nobody_out(tmp_path: Path) -> None:
         plane.add("a", "b")
         plane.run("a")
         queued = plane.manager.lease("a")
-        assert queued.hit
+        assert queued.members[0].hit
         assert plane.run("b") == 0
         assert queued.activate() is None
         queued.release()
@@ -239,7 +241,7 @@ def test_a_fork_holds_the_same_version(plane: ControlPlane) -> None:
     plane.activate(lease)
     fork = lease.fork()
     plane.manager.update("a", source=plane.folder("a", content="new"))
-    assert (fork.uid, fork.version, fork.slot) == (lease.uid, 1, None)
+    assert (fork.uid, fork.versions, fork.slot) == (lease.uid, lease.versions, None)
     assert fork.activate() == lease.slot
     lease.release()
     assert plane.manager.get("a").other_versions[0].leases == 1
@@ -321,6 +323,22 @@ def test_rank_pages_bound_the_device(tmp_path: Path) -> None:
         plane.run("large")
         assert plane.resident() == {"small2", "large"}
         assert plane.manager.get("large").pages == (0, 2, 3)
+
+
+def test_pages_of_features_count_as_those_of_ranks(tmp_path: Path) -> None:
+    with ControlPlane(tmp_path, num_slots=4, num_pages=4) as plane:
+        view = plane.manager.register("dora", plane.folder("dora", rank=8, features=("dora", "lm_head")))
+        assert (view.manifest.num_pages, view.device_bytes) == (3, 3000)
+        plane.add("small", "small2")
+        plane.run("small")
+        plane.run("small2")
+        plane.run("dora")
+        assert plane.resident() == {"small2", "dora"}
+        assert plane.manager.get("dora").pages == (0, 2, 3)
+        with pytest.raises(InvalidArgumentError, match="rank 16 with bias, dora, lm_head takes 5 rank pages"):
+            plane.manager.register("x", plane.folder("x", rank=16, features=("bias", "dora", "lm_head")))
+        capacity = plane.manager.capacity([8])
+        assert (capacity.by_rank[0].pages, capacity.by_rank[0].fit_available) == (1, 4)
 
 
 def test_an_adapter_that_cannot_fit_beside_the_pinned_ones_is_refused(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_adapters_are_found_again(tmp_path: Path) -> None:
     with ControlPlane(tmp_path, catalogue=path) as plane:
         assert plane.manager.list_adapters() == before
         assert plane.loader.inspections == plane.loader.packs.total() == 0, "start-up reads no weights"
-        assert plane.manager.lease("b").version == 2
+        assert plane.manager.lease("b").versions[0].number == 2
         assert plane.manager.rollback("b").version == 1
         assert plane.add("gone").version == 2, "numbers are never used twice"
         assert plane.run("a") == 0
@@ -101,7 +101,7 @@ def test_a_draining_adapter_is_gone_after_a_restart(tmp_path: Path) -> None:
 def test_ten_thousand_adapters_cost_little(tmp_path: Path) -> None:
     catalogue = Catalogue(":memory:")
     manifest = AdapterManifest(
-        "", "", 16, 32.0, False, ("q_proj", "k_proj", "v_proj", "o_proj"), 32, 10**7, 10**7, "base/model"
+        "", "", 16, 32.0, False, ("q_proj", "k_proj", "v_proj", "o_proj"), 32, 10**7, 10**7, 2, "base/model"
     )
     for i in range(MANY):
         source, digest = f"/models/adapters/tenant-{i:05}", f"{i:064x}"

@@ -8,19 +8,24 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from control_plane import ControlPlane, eventually
 from deltaplane_controlplane.errors import (
+    AbortedError,
     AlreadyExistsError,
+    CancelledError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
 from deltaplane_controlplane.leases import Lease
+from deltaplane_controlplane.operation import Operation
+from deltaplane_controlplane.operation_views import OperationKind
 from deltaplane_controlplane.versions import Tier
+from deltaplane_controlplane.views import AdapterView
 from fakes import CONFIG
 
 SECONDS = float(os.environ.get("DELTAPLANE_SOAK_SECONDS", "2"))
@@ -28,18 +33,31 @@ THREADS = 8
 NAMES = ("a", "b", "c", "d", "e", "flaky")
 RANKS = (8, 12, 24)
 
+BEGUN = (
+    AbortedError,
+    AlreadyExistsError,
+    CancelledError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+"""What an operation may end with. AbortedError: it was unpinned before it arrived."""
+
 
 class Worker:
     """One thread of the soak, with leases of its own.
 
     numbers: what all threads saw: (name, version number) to digest.
-    operations: what it does, and the errors that may be the answer.
+    revisions: the last that this thread saw of each name.
+    steps: what it does, and the errors that may be the answer.
     """
 
     def __init__(self, plane: ControlPlane, seed: int, numbers: dict[tuple[str, int], str]) -> None:
         self.plane = plane
         self.draw = random.Random(seed)
         self.numbers = numbers
+        self.revisions: dict[str, int] = {}
         self.leases: list[Lease] = []
         self.error: BaseException | None = None
         self.count = 0
@@ -55,11 +73,13 @@ class Worker:
             self.error = error
 
     def step(self) -> None:
-        operation, allowed = self.draw.choice(self.operations)
+        step, allowed = self.draw.choice(self.steps)
         with contextlib.suppress(*allowed):
-            operation(self, self.draw.choice(NAMES))
+            step(self, self.draw.choice(NAMES))
 
     def source(self, name: str) -> str:
+        if self.draw.random() < 0.2:
+            return f"fake://{name}"
         return str(self.plane.root / f"{name}-{self.draw.randrange(2)}")
 
     def tier(self) -> Tier:
@@ -71,11 +91,35 @@ class Worker:
 
     def update(self, name: str) -> None:
         keep = self.draw.random() < 0.3
-        view = self.plane.manager.update(name, source=self.source(name), keep_previous=keep)
-        self.saw(view.name, view.version, view.manifest.digest)
+        self.saw_next(self.plane.manager.update(name, source=self.source(name), keep_previous=keep))
 
     def rollback(self, name: str) -> None:
-        self.plane.manager.rollback(name)
+        self.saw_next(self.plane.manager.rollback(name))
+
+    def begin(self, name: str) -> None:
+        """Begins what takes its time, and goes away, cancels it or waits for it."""
+        calls, tier = self.plane.manager.calls, self.tier()
+        begin: Sequence[Callable[[], Operation]] = (
+            lambda: calls.register(name, self.source(name)),
+            lambda: calls.update(name, source=self.source(name)),
+            lambda: calls.load(name, tier),
+            lambda: calls.pin(name, tier, at_once=self.draw.random() < 0.5),
+            lambda: calls.evict(name, tier, when_idle=True),
+        )
+        operation = self.draw.choice(begin)()
+        match self.draw.randrange(4):
+            case 0:
+                operation.leave()
+            case 1:
+                operation.keep()
+            case 2:
+                self.plane.manager.operations.cancel(operation.id)
+                operation.wait()
+            case _ if operation.kind not in (OperationKind.EVICT, OperationKind.PIN):
+                operation.wait(30)
+            case _:  # it may wait for what this thread itself holds
+                with contextlib.suppress(TimeoutError):
+                    operation.wait(0.01)
 
     def delete(self, name: str) -> None:
         timeout = self.draw.choice((0.0, 0.01, 300.0))
@@ -90,21 +134,35 @@ class Worker:
     def pin(self, name: str) -> None:
         self.plane.manager.pin(name, self.tier(), wait=self.draw.random() < 0.5)
 
+    def pin_kept(self, name: str) -> None:
+        """Pins a version that is kept, or takes its pin away."""
+        others = self.plane.manager.get(name).other_versions
+        version = self.draw.choice([view.number for view in others] or [0])
+        change = self.draw.choice((self.plane.manager.pin, self.plane.manager.unpin))
+        change(name, self.tier(), version=version)
+
     def unpin(self, name: str) -> None:
-        self.plane.manager.unpin(name)
+        self.plane.manager.unpin(name, self.draw.choice((None, *Tier)))
 
     def lease(self, name: str) -> None:
         if len(self.leases) < 4:
             self.leases.append(self.plane.manager.lease(name))
-            lease = self.leases[-1]
-            self.saw(lease.adapter, lease.version, lease.held.manifest.digest)
+            self.saw_lease(self.leases[-1])
+
+    def compose(self, name: str) -> None:
+        if len(self.leases) < 4:
+            names = {name, *self.draw.sample(NAMES, self.draw.randrange(3))}
+            weights = {name: self.draw.choice((-0.5, 1.0)) for name in names}
+            self.leases.append(self.plane.manager.compose(weights))
+            self.saw_lease(self.leases[-1])
 
     def use(self, name: str) -> None:
         if self.leases:
             lease = self.draw.choice(self.leases)
-            slot = lease.activate()
-            if slot is not None:
-                assert self.plane.weights_in(slot) == lease.held.manifest.digest, "another version's weights"
+            slots = lease.activate()
+            if slots is not None:
+                digests = {member.version.manifest.digest: member.weight for member in lease.members}
+                assert self.plane.weights_of(slots) == digests, "another version's weights"
 
     def fork(self, name: str) -> None:
         if 0 < len(self.leases) < 4:
@@ -121,8 +179,7 @@ class Worker:
     def look(self, name: str) -> None:
         self.plane.manager.list_adapters(filter="pinned=false")
         self.plane.manager.capacity()
-        view = self.plane.manager.get(name)
-        self.saw(view.name, view.version, view.manifest.digest)
+        self.saw_next(self.plane.manager.get(name))
 
     def break_files(self, name: str) -> None:
         """Takes the files of one adapter away, or brings them back."""
@@ -133,20 +190,34 @@ class Worker:
         except FileNotFoundError:
             away.rename(config)
 
+    def saw_next(self, view: AdapterView) -> None:
+        """What a thread is answered is never older than what it was answered before."""
+        self.saw(view.name, view.version, view.manifest.digest)
+        if view.version:  # else it is being fetched
+            assert int(view.etag) >= self.revisions.get(view.name, 0), f"{view.name} went back in time"
+            self.revisions[view.name] = int(view.etag)
+
+    def saw_lease(self, lease: Lease) -> None:
+        for version in lease.versions:
+            self.saw(version.adapter.name, version.number, version.manifest.digest)
+
     def saw(self, name: str, number: int, digest: str) -> None:
         assert self.numbers.setdefault((name, number), digest) == digest, f"{name}@{number} is used twice"
 
-    Operation = tuple[Callable[["Worker", str], None], tuple[type[Exception], ...]]
-    operations: tuple[Operation, ...] = (
-        (register, (AlreadyExistsError, InvalidArgumentError)),
-        (update, (NotFoundError, InvalidArgumentError)),
-        (rollback, (NotFoundError,)),
+    Step = tuple[Callable[["Worker", str], None], tuple[type[Exception], ...]]
+    steps: tuple[Step, ...] = (
+        (register, (AlreadyExistsError, CancelledError, InvalidArgumentError)),
+        (update, (NotFoundError, FailedPreconditionError, InvalidArgumentError)),
+        (rollback, (NotFoundError, FailedPreconditionError)),
         (delete, (NotFoundError, FailedPreconditionError)),
         (load, (NotFoundError, FailedPreconditionError, ResourceExhaustedError)),
         (evict, (NotFoundError, FailedPreconditionError)),
         (pin, (NotFoundError, FailedPreconditionError, ResourceExhaustedError)),
-        (unpin, (NotFoundError,)),
+        (pin_kept, (NotFoundError, FailedPreconditionError, ResourceExhaustedError)),
+        (unpin, (NotFoundError, FailedPreconditionError)),
+        *[(begin, BEGUN)] * 3,
         *[(lease, (NotFoundError, FailedPreconditionError))] * 3,
+        *[(compose, (NotFoundError, FailedPreconditionError))] * 2,
         *[(use, (FailedPreconditionError,))] * 6,
         (fork, ()),
         (deactivate, ()),

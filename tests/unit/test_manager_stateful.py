@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from control_plane import ControlPlane
 from deltaplane_controlplane.errors import (
     AlreadyExistsError,
+    CancelledError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -23,6 +24,7 @@ from fakes import CONFIG
 NAMES = st.sampled_from(("a", "b", "c", "d"))
 FILES = st.sampled_from(("small", "middle", "large"))
 TIERS = st.sampled_from(Tier)
+WEIGHTS = st.sampled_from((0.5, 1.0))
 REFUSED = (FailedPreconditionError, NotFoundError, ResourceExhaustedError)
 
 
@@ -113,18 +115,44 @@ class AdapterManagerMachine(RuleBasedStateMachine):
     def pin(self, name: str, tier: Tier, wait: bool) -> None:
         with contextlib.suppress(*REFUSED):
             view = self.manager.pin(name, tier, wait=wait)
-            assert view.pinned_tier is tier
+            assert tier in view.pins
             assert not wait or view.state in (AdapterState.RESIDENT, AdapterState.HOST)
 
-    @rule(name=NAMES)
-    def unpin(self, name: str) -> None:
+    @rule(name=NAMES, tier=TIERS | st.none())
+    def unpin(self, name: str, tier: Tier | None) -> None:
         with contextlib.suppress(NotFoundError):
-            assert self.manager.unpin(name).pinned_tier is None
+            view = self.manager.unpin(name, tier)
+            assert not view.pins if tier is None else tier not in view.pins
+
+    @rule(name=NAMES, tier=TIERS, version=st.integers(1, 6), pins=st.booleans())
+    def pin_kept(self, name: str, tier: Tier, version: int, pins: bool) -> None:
+        with contextlib.suppress(*REFUSED):
+            view = (self.manager.pin if pins else self.manager.unpin)(name, tier, version=version)
+            (kept,) = [other for other in view.other_versions if other.number == version]
+            assert (tier in kept.pins) is pins
+            assert not pins or tier in kept.tiers
+
+    @rule(name=NAMES, tier=TIERS)
+    def evict_when_idle(self, name: str, tier: Tier) -> None:
+        """Whatever is evicted then is not in use; what is in use stays, and nobody waits for it any more."""
+        with contextlib.suppress(*REFUSED, CancelledError):
+            operation = self.manager.calls.evict(name, tier, when_idle=True)
+            self.plane.settle()
+            operation.leave()
+            assert operation.end.result(30).slot is None
 
     @rule(target=leases, name=NAMES)
     def lease(self, name: str) -> Lease | None:
         try:
             self.held.append(self.manager.lease(name))
+        except (NotFoundError, FailedPreconditionError):
+            return None
+        return self.held[-1]
+
+    @rule(target=leases, names=st.lists(NAMES, min_size=1, max_size=3, unique=True), weight=WEIGHTS)
+    def compose(self, names: list[str], weight: float) -> Lease | None:
+        try:
+            self.held.append(self.manager.compose(dict.fromkeys(names, weight)))
         except (NotFoundError, FailedPreconditionError):
             return None
         return self.held[-1]
@@ -174,11 +202,11 @@ class AdapterManagerMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         for lease in self.held:
             if lease.slot is not None:
-                assert self.plane.weights_in(lease.slot) == lease.held.manifest.digest
+                digests = {member.version.manifest.digest: member.weight for member in lease.members}
+                assert self.plane.weights_of(lease.slot) == digests
         views = self.manager.list_adapters().adapters
-        assert sum(view.leases + sum(v.leases for v in view.other_versions) for view in views) == len(
-            self.held
-        )
+        leases = sum(view.leases + sum(v.leases for v in view.other_versions) for view in views)
+        assert leases == sum(len(lease.members) for lease in self.held)
         capacity = self.manager.capacity()
         assert capacity.host.used_bytes <= 300
         assert capacity.free_slots == 3 - len(self.plane.pool.bound)

@@ -50,6 +50,9 @@ CAPACITY = CapacityView(
     max_lora_rank=16,
     by_rank=(),
     registered_adapters=9,
+    pinned_slots=1,
+    max_pinned_slots=1,
+    pinned_rank_pages=1,
 )
 STATES = {state: index for index, state in enumerate(reversed(AdapterState), 2)}
 SLOTS = [SlotView(0, adapter="a", version=3, rank=8, pinned=True, leases=2), SlotView(1)]
@@ -105,9 +108,7 @@ def test_what_the_engine_tells_is_counted(registry: CollectorRegistry, http: Htt
         queue_ms=15.0,
         prefill_ms=1.0,
         decode_ms=1.0,
-        adapter="",
-        adapter_version=0,
-        adapter_hit=True,
+        adapters=(),
         adapter_load_ms=0.0,
         preemptions=1,
     )

@@ -84,6 +84,25 @@ def test_head_dim_is_independent_of_hidden_size(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_outside_the_linears(tmp_path: Path) -> None:
+    outside = load(tmp_path, Qwen3Config, head_dim=32, tie_word_embeddings=True).adapter_layout().outside
+    assert outside is not None
+    assert (outside.vocab_size, outside.hidden_size, outside.is_tied) == (100, 48, True)
+    assert outside.norms == {
+        **{
+            f"layers.{layer}.{norm}": size
+            for layer in range(3)
+            for norm, size in {
+                "input_layernorm": 48,
+                "post_attention_layernorm": 48,
+                "self_attn.q_norm": 32,
+                "self_attn.k_norm": 32,
+            }.items()
+        },
+        "norm": 48,
+    }
+
+
 @pytest.mark.parametrize(
     ("family", "options", "biases", "qk_norm"),
     [

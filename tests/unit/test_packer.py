@@ -12,13 +12,14 @@ from torch import Tensor
 from adapter_files import ALPHA, LAYOUT, RANK, make_config, make_loader, make_tensors, write_adapter
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.ports import RANK_PAGE_ROWS as PORT_RANK_PAGE_ROWS
-from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS, RankPageLayout
+from deltaplane_kernels.rank_pages import NO_ROWS, RANK_PAGE_ROWS, RankPageLayout, SliceRows
 from deltaplane_server.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from deltaplane_server.adapters.host_pages import HostPages
 from deltaplane_server.adapters.load_threads import LoadThreads
-from deltaplane_server.adapters.packing import PackedAdapter, tensor_of
+from deltaplane_server.adapters.packing import PackedAdapter
 from deltaplane_server.adapters.peft_loader import PeftLoader
 from deltaplane_server.adapters.safetensors_header import TensorEntry
+from deltaplane_server.adapters.tensor_values import tensor_of
 from lora_cases import make_layout
 
 PAGES = RankPageLayout(LAYOUT)
@@ -41,7 +42,7 @@ def test_rank_rows_fill_page_after_page_and_zeros_the_rest(tmp_path: Path, rank:
     tensors = make_tensors(rank=rank)
     packed = pack(tmp_path, tensors, rank)
     assert packed.pages.shape == (num_pages, PAGES.page_elements)
-    assert packed.ranks == [[rank] * 7] * 2
+    assert packed.rows == [[SliceRows(rank)] * 7] * 2
     assert torch.equal(packed.pages, expected_pages(tensors, ALPHA, torch.float32))
 
 
@@ -145,7 +146,7 @@ def test_matrices_that_are_left_alone_are_zeros_of_rank_zero(tmp_path: Path) -> 
     )
     loader = make_loader()
     packed = loader.pack(loader.inspect(tmp_path))
-    assert packed.ranks == [[0] * 7, [0, 0, 0, 0, 0, 4, 0]]
+    assert packed.rows == [[NO_ROWS] * 7, [*[NO_ROWS] * 5, SliceRows(4), NO_ROWS]]
     own = PAGES.a(packed.pages, 1, "gate_up_proj")[0, 1].count_nonzero()
     own += PAGES.b(packed.pages, 1, "gate_up_proj", 1).count_nonzero()
     assert own == 4 * 16 + 4 * 24
@@ -176,7 +177,7 @@ def test_one_loader_packs_each_adapter_as_a_loader_of_its_own_does(tmp_path: Pat
         own = make_loader(max_lora_rank=64)
         packed, expected = loader.pack(loader.inspect(folder)), own.pack(own.inspect(folder))
         assert torch.equal(packed.pages, expected.pages)
-        assert packed.ranks == expected.ranks
+        assert packed.rows == expected.rows
 
 
 def test_pages_come_from_the_hosts_where_it_has_some(tmp_path: Path) -> None:

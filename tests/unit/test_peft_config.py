@@ -37,6 +37,10 @@ def test_what_is_applied() -> None:
             exclude_modules="v_proj",
             layers_to_transform=1,
             layers_pattern="layers",
+            use_dora=True,
+            bias="lora_only",
+            modules_to_save=["norm", "embed_tokens"],
+            ensure_weight_tying=True,
             base_model_name_or_path="org/base",
         )
     )
@@ -50,6 +54,11 @@ def test_what_is_applied() -> None:
         exclude_modules="v_proj",
         layers_to_transform=(1,),
         layers_pattern=("layers",),
+        use_dora=True,
+        bias="lora_only",
+        lora_bias=False,
+        modules_to_save=("norm", "embed_tokens"),
+        ensure_weight_tying=True,
         base_model="org/base",
     )
 
@@ -61,6 +70,8 @@ def test_absent_keys_have_the_defaults_of_peft() -> None:
     assert config.exclude_modules == ()
     assert config.layers_to_transform == ()
     assert config.layers_pattern == ()
+    assert (config.use_dora, config.bias, config.lora_bias) == (False, "none", False)
+    assert (config.modules_to_save, config.ensure_weight_tying) == ((), False)
     assert config.base_model == ""
 
 
@@ -72,13 +83,10 @@ def test_scale(rslora: bool, scale: float) -> None:
 @pytest.mark.parametrize(
     ("change", "feature"),
     [
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"trainable_token_indices": {"embed_tokens": [0]}}, "trainable_token_indices"),
-        ({"use_dora": True}, "DoRA"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"bias": "all"}, "trained biases"),
-        ({"bias": "lora_only"}, "trained biases"),
+        ({"use_dora": True, "lora_bias": True}, "lora_bias True"),
+        ({"use_dora": True, "init_lora_weights": "mica"}, "init_lora_weights 'mica'"),
         ({"use_qalora": True}, "QA-LoRA"),
         ({"alora_invocation_tokens": [5, 6]}, "Activated LoRA"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "replicated layers"),
@@ -109,10 +117,10 @@ def test_what_changes_the_answer_is_refused_by_name(change: dict[str, Any], feat
 
 
 def test_all_refused_features_are_named_at_once() -> None:
-    message = refusal(make_config(use_dora=True, modules_to_save=["lm_head"], bias="all"))
-    assert "DoRA" in message
-    assert "modules_to_save" in message
-    assert "trained biases" in message
+    message = refusal(make_config(use_qalora=True, layer_replication=[[0, 2]], arrow_config={"top_k": 3}))
+    assert "QA-LoRA" in message
+    assert "replicated layers" in message
+    assert "Arrow" in message
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,9 @@ def test_all_refused_features_are_named_at_once() -> None:
             "modules_to_save": [],
             "trainable_token_indices": None,
             "layer_replication": None,
-            "use_dora": False,
+            "use_dora": None,
+            "lora_bias": False,
+            "bias": "none",
         },
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "eva", "eva_config": {"rho": 1}},
@@ -155,6 +165,11 @@ def test_what_makes_no_difference_is_accepted(change: dict[str, Any]) -> None:
         ({"lora_alpha": 10**400}, "lora_alpha 1000"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern None"),
         ({"use_rslora": 1}, "use_rslora 1; it must be true or false"),
+        ({"use_dora": "yes"}, "use_dora 'yes'; it must be true or false"),
+        ({"lora_bias": 1}, "lora_bias 1; it must be true or false"),
+        ({"bias": "some"}, "bias 'some'; it must be one of none, lora_only, all"),
+        ({"bias": None}, "bias None"),
+        ({"bias": ["all"]}, "bias ['all']"),
         ({"target_modules": {"q_proj": 1}}, "target_modules {'q_proj': 1}; it must be a string or a list"),
         ({"target_modules": ["q_proj", 3]}, "target_modules ['q_proj', 3]"),
         ({"exclude_modules": 5}, "exclude_modules 5"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import peft_factory
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_kernels.rank_pages import RankPageLayout
+from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows
 from deltaplane_server.adapters.packing import PackedAdapter
 from deltaplane_server.adapters.peft_loader import PeftLoader
 from lora_cases import make_layout
@@ -42,13 +42,13 @@ def deltas_of_peft(base: Path, adapter: Path) -> dict[str, Tensor]:
 def deltas_of_pages(packed: PackedAdapter) -> dict[str, Tensor]:
     """The same out of rank pages. Linears of rank 0 must be zeros there, and are left out."""
     deltas = {}
-    for layer, ranks in enumerate(packed.ranks):
+    for layer, rows in enumerate(packed.rows):
         for linear in LAYOUT.linears:
             first = PAGES.placements[linear.name].first_slice
             for index, part in enumerate(linear.slices):
                 a = PAGES.a(packed.pages, layer, linear.name)[:, index].flatten(0, 1)
                 b = PAGES.b(packed.pages, layer, linear.name, index).flatten(0, 1)
-                rank = ranks[first + index]
+                rank = rows[first + index].rank
                 assert not a[rank:].any()
                 assert not b[rank:].any()
                 if rank:
@@ -64,7 +64,7 @@ def check_fidelity(base: Path, adapter: Path) -> PackedAdapter:
     assert ours.keys() == expected.keys()
     for name, delta in expected.items():
         torch.testing.assert_close(ours[name], delta, rtol=1e-5, atol=1e-6 * float(delta.abs().max()))
-    assert manifest.rank == max(max(row) for row in packed.ranks)
+    assert manifest.rank == max(one.rank for layer in packed.rows for one in layer)
     assert packed.nbytes == manifest.host_bytes
     return packed
 
@@ -72,7 +72,7 @@ def check_fidelity(base: Path, adapter: Path) -> PackedAdapter:
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256])
 def test_ranks(base: Path, tmp_path: Path, rank: int) -> None:
     adapter = peft_factory.make_adapter(base, tmp_path / "a", rank=rank, alpha=16, seed=rank)
-    assert check_fidelity(base, adapter).ranks == [[rank] * 7] * 3
+    assert check_fidelity(base, adapter).rows == [[SliceRows(rank)] * 7] * 3
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,7 @@ def test_configurations(base: Path, tmp_path: Path, options: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "lora_only"}, "trained biases"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),

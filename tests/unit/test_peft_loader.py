@@ -19,6 +19,7 @@ from torch import Tensor
 from adapter_files import ALPHA, RANK, make_config, make_loader, make_tensors, write_adapter
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
 from deltaplane_controlplane.ports import AdapterManifest
+from deltaplane_kernels.rank_pages import SliceRows
 from deltaplane_server.adapters.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, Digest
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES
 from deltaplane_server.adapters.peft_loader import PeftLoader
@@ -57,6 +58,7 @@ def test_the_manifest_says_what_is_there(tmp_path: Path) -> None:
         num_layers=2,
         source_bytes=len(files[0]) + len(files[1]),
         host_bytes=2 * 8 * (3 * 16 + 32 + 16 + 16 + 2 * 16 + 48 + 24 + 16) * 4,
+        num_pages=1,
         base_model="org/base",
         rank_pattern={},
     )
@@ -90,7 +92,7 @@ def test_what_was_inspected_is_packed(tmp_path: Path) -> None:
     manifest = loader.inspect(write_adapter(tmp_path / "a"))
     packed = loader.pack(manifest)
     assert packed.nbytes == manifest.host_bytes
-    assert packed.ranks == [[RANK] * 7] * 2
+    assert packed.rows == [[SliceRows(RANK)] * 7] * 2
     assert packed.read_ms > 0
     assert packed.pack_ms > 0
 
@@ -120,7 +122,7 @@ def test_names_of_other_tools_mean_the_same(tmp_path: Path, prefix: str, infix: 
     tensors = renamed(make_tensors(prefix=prefix), *infix)
     other = loader.pack(loader.inspect(write_adapter(tmp_path / "other", tensors=tensors)))
     assert torch.equal(other.pages, plain.pages)
-    assert other.ranks == plain.ranks
+    assert other.rows == plain.rows
 
 
 def test_patterns_are_matched_against_the_names_of_the_base_it_was_trained_on(tmp_path: Path) -> None:
@@ -167,9 +169,6 @@ def test_many_names_are_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "feature"),
     [
-        (f"{Q0}.lora_magnitude_vector", "DoRA"),
-        (f"{Q0}.lora_B.bias", "biases"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.bias", "biases"),
         ("base_model.model.lm_head.lora_A.weight", "lm_head"),
         ("base_model.model.lm_head.modules_to_save.weight", "modules_to_save"),
         ("base_model.model.lm_head.weight", "lm_head"),
@@ -186,10 +185,12 @@ def test_weights_of_features_are_refused_by_the_feature(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
-def test_targets_outside_of_the_layers_are_refused(tmp_path: Path, target: str) -> None:
+def test_targets_outside_of_the_layers_are_refused_where_the_base_takes_none(
+    tmp_path: Path, target: str
+) -> None:
     config = make_config(target_modules=[*make_config()["target_modules"], target])
     message = refusal(write_adapter(tmp_path / "a", config=config))
-    assert f"targets {target.removeprefix('model.')}; LoRA there is not served" in message
+    assert f"targets '{target.removeprefix('model.')}'; this base takes no LoRA there" in message
 
 
 def test_a_matrix_without_its_partner_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from deltaplane_server.scheduling.kv_pages import KvPages
+from deltaplane_server.scheduling.lease import AdapterUid
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 from fake_leases import FakeAdapters
 from fake_runner import make_sequence
@@ -19,7 +20,7 @@ class Cache:
         self.held: list[TokenSequence] = []
         self._count = 0
 
-    def start(self, tokens: Sequence[int], uid: int = 0) -> TokenSequence:
+    def start(self, tokens: Sequence[int], uid: AdapterUid = 0) -> TokenSequence:
         """Gives a new sequence its pages and computes all of it; num_cached is what was found."""
         self._count += 1
         sequence = make_sequence(self._count, tokens, lease=self.adapters.lease(uid) if uid else None)
@@ -37,7 +38,7 @@ class Cache:
         self.pages.free(sequence)
         self.pages.check_integrity(self.held)
 
-    def num_found(self, tokens: Sequence[int], uid: int = 0) -> int:
+    def num_found(self, tokens: Sequence[int], uid: AdapterUid = 0) -> int:
         """Tokens that a new sequence finds."""
         sequence = self.start(tokens, uid)
         self.end(sequence)
@@ -90,6 +91,29 @@ def test_nothing_is_shared_between_versions_or_with_the_base(cache: Cache) -> No
         cache.end(sequence)
         assert cache.num_found(prompt, uid) == 16
     assert cache.num_found(prompt, 3) == 0
+
+
+def test_a_composition_shares_with_the_same_versions_and_weights_alone(cache: Cache) -> None:
+    prompt = range(9)
+    cache.end(cache.start(prompt, ((1, 0.5), (2, 0.25))))
+    assert cache.num_found(prompt, ((1, 0.5), (2, 0.25))) == 8
+    others: list[AdapterUid] = [
+        0, 1, 2, ((1, 0.25), (2, 0.5)), ((1, 0.5),), ((1, 0.5), (2, -0.25)), ((1, 0.5), (3, 0.25)),
+    ]  # fmt: skip
+    assert [cache.num_found(prompt, uid) for uid in others] == [0] * len(others)
+
+
+def test_a_composition_is_forgotten_with_any_of_its_versions(cache: Cache) -> None:
+    prompt = range(9)
+    for uid in (((1, 0.5), (2, 0.5)), ((2, 0.5), (3, 0.5)), 2):
+        cache.end(cache.start(prompt, uid))
+    cache.pages.forget(1)
+    cache.pages.check_integrity(cache.held)
+    assert cache.pages.num_free == 16
+    assert cache.num_found(prompt, ((1, 0.5), (2, 0.5))) == 0
+    assert cache.num_found(prompt, ((2, 0.5), (3, 0.5))) == cache.num_found(prompt, 2) == 8
+    cache.pages.forget(2)
+    assert cache.num_found(prompt, ((2, 0.5), (3, 0.5))) == cache.num_found(prompt, 2) == 0
 
 
 def test_output_is_found_too(cache: Cache) -> None:

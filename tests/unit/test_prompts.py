@@ -100,6 +100,7 @@ async def test_what_the_template_refuses_is_a_violation_of_messages(prompts: Pro
             "leaves room for at most 63",
         ),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 64)), "token_ids.ids", "64 tokens"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[999] * 64)), "token_ids.ids", "64 tokens"),
         (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids.ids", "empty"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 257, 300])), "token_ids.ids[1]", "257 is outside"),
     ],

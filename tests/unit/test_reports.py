@@ -68,7 +68,10 @@ def test_a_page_goes_on_where_an_adapter_was_deleted(plane: ControlPlane) -> Non
 def test_every_state_is_counted(plane: ControlPlane) -> None:
     lease = plane.manager.lease("tax-4")
     plane.manager.delete("tax-4")
+    plane.fetcher.gate.clear()
+    fetch = plane.manager.calls.register("tax-9", "fake://x")
     assert plane.manager.count_states() == {
+        AdapterState.FETCHING: 1,
         AdapterState.REGISTERED: 7,
         AdapterState.LOADING: 0,
         AdapterState.HOST: 1,
@@ -77,3 +80,4 @@ def test_every_state_is_counted(plane: ControlPlane) -> None:
         AdapterState.FAILED: 0,
     }
     lease.release()
+    fetch.leave()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from deltaplane_kernels.lora_segments import Segments, Slots
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.step_inputs import LoraPool
@@ -368,10 +369,11 @@ def test_pages_that_are_too_few_are_refused(llama: Path) -> None:
 class ShiftingPool:
     """Adds 1 to the rows of slot 0 in every packed linear, and notes what it was called with."""
 
-    segments: list[list[tuple[int, int]]] = field(default_factory=list)
+    segments: list[list[tuple[Slots, int]]] = field(default_factory=list)
     calls: list[tuple[int, str, int, int]] = field(default_factory=list)
+    side: None = None
 
-    def step(self, segments: Sequence[tuple[int, int]]) -> "ShiftingPool | None":
+    def step(self, segments: Segments) -> "ShiftingPool | None":
         self.segments.append(list(segments))
         return self if any(slot != NO_SLOT for slot, _ in segments) else None
 
@@ -390,13 +392,15 @@ class ShiftingPool:
 def test_adapters_are_told_their_rows_and_change_those_alone(llama: Path) -> None:
     pool = ShiftingPool()
     driver = Driver(llama, lora_pool=pool)
-    base, adapted = driver.sequence(prompt(9)), driver.sequence(prompt(9))
-    for sequence in (base, adapted):
+    slots: list[Slots] = [NO_SLOT, 0, ((1, 0.5), (0, -2.0))]
+    base, adapted, composed = sequences = [driver.sequence(prompt(9)) for _ in slots]
+    for sequence in sequences:
         sequence.pages = [driver.free.pop()]
-    plan = StepPlan([ScheduledSequence(base, 0, 9, NO_SLOT, True), ScheduledSequence(adapted, 0, 9, 0, True)])
+    parts = zip(sequences, slots, strict=True)
+    plan = StepPlan([ScheduledSequence(sequence, 0, 9, slot, True) for sequence, slot in parts])
     driver.steps.append(driver.runner.submit(plan).result())
 
-    assert pool.segments == [[(NO_SLOT, 9), (0, 9)]]
+    assert pool.segments == [[(slot, 9) for slot in slots]]
     assert pool.calls == [
         (layer, *linear)
         for layer in range(2)
@@ -408,7 +412,8 @@ def test_adapters_are_told_their_rows_and_change_those_alone(llama: Path) -> Non
         )
     ]
     expected = reference(llama, [prompt(9)], 1)[0]
-    torch.testing.assert_close(driver.logprobs(base), expected.logprobs, rtol=0, atol=1e-4)
+    for untouched in (base, composed):
+        torch.testing.assert_close(driver.logprobs(untouched), expected.logprobs, rtol=0, atol=1e-4)
     assert (driver.logprobs(adapted) - expected.logprobs).abs().max() > 0.1
 
 

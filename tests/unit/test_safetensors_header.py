@@ -51,6 +51,13 @@ def test_what_safetensors_writes_is_read() -> None:
     assert starts == sorted(starts)
 
 
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580])
+def test_a_length_that_looks_like_the_start_of_a_pickle_is_read(length: int) -> None:
+    data = with_header(json.dumps({"a": entry()}).encode().ljust(length), 16)
+    assert data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+    assert read(data).num_bytes == 8 + length
+
+
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [

@@ -8,6 +8,7 @@ import pytest
 
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
 from deltaplane_server.config import EngineConfig
+from deltaplane_server.scheduling.lease import AdapterUid
 from deltaplane_server.scheduling.plan import StepPlan
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
@@ -61,7 +62,7 @@ class Driver:
         num_prompt: int = 4,
         max_tokens: int = 4,
         *,
-        uid: int = 0,
+        uid: AdapterUid = 0,
         tenant: str = "",
         priority: int = 0,
         prompt: Sequence[int] | None = None,
@@ -494,6 +495,130 @@ def test_adapters_open_again_when_the_one_they_were_closed_for_is_gone() -> None
     driver.finish(other)
     driver.step()
     assert held_back.started is not None
+
+
+# Compositions.
+
+
+def composition(*uids: int, weight: float = 0.5) -> AdapterUid:
+    return tuple((uid, weight) for uid in uids)
+
+
+def test_a_step_serves_compositions_beside_their_adapters() -> None:
+    driver = Driver(num_slots=3)
+    uids = [0, composition(1, 2), 1, composition(2, 3), composition(1, 2), composition(1, 2, weight=0.25), 2]
+    sequences = [driver.add(uid=uid) for uid in uids]
+    driver.run()
+    assert all(map(is_right, sequences))
+    largest = max(driver.plans, key=lambda plan: len(plan.scheduled))
+    assert len(largest.scheduled) == len(uids)
+    assert largest.num_adapters == 3
+    assert driver.adapters.loads == [1, 2, 3], "one load each"
+    driver.check_unused()
+
+
+def test_base_warm_and_other_compositions_pass_a_cold_one() -> None:
+    """It waits for the last of its adapters, and its wait is that one's."""
+    driver = Driver(load_ticks=10, num_slots=3)
+    for uid in (1, 2):
+        driver.adapters.load(uid)
+    cold = driver.add(uid=composition(1, 3))
+    others = [driver.add(uid=uid) for uid in (composition(1, 2), 1, 0)]
+    assert driver.step().started == others
+    driver.run(cold)
+    assert cold.adapter_wait == pytest.approx(10 * STEP_S)
+    assert all(other.adapter_wait == 0 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("uid", "num_closed"), [(composition(3, 4), 2), (composition(1, 3), 1), (composition(3), 1)]
+)
+def test_a_composition_has_its_turn_though_others_never_rest(uid: AdapterUid, num_closed: int) -> None:
+    """With two slots, which it needs both; one of its adapters may be among those that never rest, and is not
+    closed in its favour."""
+    driver = Driver(num_slots=2, load_ticks=1, max_num_seqs=8)
+    max_tokens = 20
+    waiting = None
+    while waiting is None or waiting.status is not SequenceStatus.FINISHED:
+        for busy in (1, 2):
+            driver.add(uid=busy, max_tokens=max_tokens)
+        driver.step()
+        if len(driver.plans) == 3:
+            waiting = driver.add(uid=uid, max_tokens=max_tokens)
+        assert waiting is None or driver.clock() - waiting.arrival < 5
+    assert waiting.started is not None
+    longest = num_closed * (driver.config.ageing_s + 2 * max_tokens * STEP_S)
+    assert waiting.started - waiting.arrival <= longest
+    driver.run()
+    driver.check_unused()
+
+
+def test_an_adapter_has_its_turn_though_a_composition_never_rests() -> None:
+    driver = Driver(num_slots=2, load_ticks=1)
+    driver.add(uid=composition(1, 2), max_tokens=20)
+    driver.step()
+    other = driver.add(uid=3)
+    while other.started is None:
+        driver.add(uid=composition(1, 2), max_tokens=20)
+        driver.step()
+        assert driver.clock() - other.arrival < 5
+    driver.run()
+    driver.check_unused()
+
+
+def test_compositions_that_need_each_others_adapters_take_turns() -> None:
+    driver = Driver(num_slots=3, load_ticks=1)
+    pairs = [composition(1, 2), composition(3, 4), composition(2, 3), composition(1, 4)]
+    sequences = [driver.add(uid=uid, max_tokens=3 + n % 5) for n, uid in enumerate(pairs * 6)]
+    driver.run()
+    assert all(map(is_right, sequences))
+    driver.check_unused()
+
+
+def test_a_composition_is_preempted_and_goes_on_with_the_tokens_it_would_have_had() -> None:
+    driver = Driver(num_pages=12, num_slots=2, load_ticks=1)
+    uids = [0, composition(1, 2), composition(1, 2), composition(1, 2, weight=-1.0)]
+    sequences = [driver.add(num_prompt=7, max_tokens=30, uid=uid) for uid in uids]
+    driver.run()
+    assert sum(s.num_preemptions for s in sequences[1:]) > 0
+    assert all(map(is_right, sequences))
+    driver.check_unused()
+
+
+def test_what_was_asked_for_before_an_adapter_is_closed_gets_in_first() -> None:
+    """`asked` has been promised the slot of 1 and waits for KV pages alone, when 1 is closed in favour of
+    `late`, which cannot have that slot before `asked` has had it; and has it then, though more come for 1."""
+    driver = Driver(num_slots=2, num_pages=96, max_num_batched_tokens=512)
+    driver.adapters.pinned.add(2)
+    driver.add(num_prompt=240, max_tokens=60)
+    busy = driver.add(uid=composition(1, 2), max_tokens=70)
+    asked = driver.add(uid=1, num_prompt=140)
+    late = driver.add(uid=3, priority=1)
+    while asked.started is None:
+        driver.step()
+        assert driver.clock() - asked.arrival < 10
+    assert late.id not in driver.first_token_at
+    while late.id not in driver.first_token_at:
+        driver.add(uid=1, max_tokens=20)
+        driver.step()
+        assert driver.clock() - asked.started < busy.stop.max_tokens * STEP_S
+    driver.run()
+    driver.check_unused()
+
+
+def test_a_member_that_cannot_be_loaded_fails_its_compositions_alone() -> None:
+    driver = Driver(num_slots=2)
+    driver.adapters.failing.add(2)
+    failing = driver.add(uid=composition(1, 2))
+    other = driver.add(uid=composition(1))
+    plan = driver.step()
+    assert [sequence for sequence, _ in plan.failed] == [failing]
+    driver.run()
+    assert is_right(other)
+    driver.check_unused()
+
+
+# Slots that stay taken.
 
 
 def test_all_slots_pinned_means_waiting() -> None:

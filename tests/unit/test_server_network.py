@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltaplane_server.network import check_can_listen, is_loopback, join_host_port
+from deltaplane_server.network import addresses, check_can_listen, is_loopback, join_host_port
 from deltaplane_server.startup import StartupError
 
 
@@ -53,11 +53,40 @@ def test_a_name_without_address_is_refused() -> None:
         ("localhost", True),
         ("::1", True),
         ("[::1]", True),
+        ("127.1", True),
+        ("::ffff:127.0.0.1", True),
         ("0.0.0.0", False),
+        ("0", False),
+        ("::", False),
+        ("::ffff:0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("169.254.0.1", False),
     ],
 )
 def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
+    assert is_loopback(host, "--admin-host") is loopback
+
+
+@pytest.mark.parametrize(
+    "host", ["", "unix:/run/admin.sock", "unix-abstract:admin", "vsock:1:2", "127.0.0.1:80"]
+)
+def test_what_is_no_address_of_ip_is_refused(host: str) -> None:
+    with pytest.raises(
+        StartupError, match=r"^--admin-host: '.*' is no address of this machine .*; use an IP"
+    ):
+        is_loopback(host, "--admin-host")
+
+
+def test_a_name_is_as_local_as_all_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /etc/hosts may have it; what is checked is then what is listened on."""
+    elsewhere = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: elsewhere)
+    assert addresses("localhost", "--admin-host") == ("127.0.0.1", "192.0.2.1")
+    assert not is_loopback("localhost", "--admin-host")
 
 
 def test_addresses_are_written_as_urls_have_them() -> None:

@@ -12,20 +12,32 @@ from deltaplane_server.config import EngineConfig
 from deltaplane_server.engine.api import GenerationRequest
 from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution import setup
-from deltaplane_server.execution.cuda_graphs import graph_bytes
+from deltaplane_server.execution.graphs.step_graphs import graph_bytes
 from deltaplane_server.execution.setup import set_up, uses_graphs
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler import Scheduler
+from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = EngineConfig("random", "random", max_num_seqs=4, enable_lora=False, kv_cache_bytes=1 << 20)
 EAGER = replace(CONFIG, enforce_eager=True)
+LIMITS = SchedulerConfig.of(CONFIG, max_model_len=512, num_pages=1)
 
 
 def test_only_a_gpu_has_graphs_and_none_where_they_are_forbidden() -> None:
     assert uses_graphs(CONFIG, CUDA)
     assert not uses_graphs(EAGER, CUDA)
     assert not uses_graphs(CONFIG, CPU)
+
+
+def test_inputs_of_steps_have_room_for_the_padding_of_graphs() -> None:
+    few = replace(CONFIG, max_num_batched_tokens=100)
+    limits = SchedulerConfig.of(few, max_model_len=512, num_pages=1)
+    assert setup._max_tokens(few, limits, CUDA) == 128
+    assert setup._max_tokens(few, limits, CPU) == 100
+    assert setup._max_tokens(replace(few, max_num_seqs=200), limits, CUDA) == 200
+    long = replace(limits, max_num_batched_tokens=5000)
+    assert setup._max_tokens(CONFIG, long, CUDA) == 5000
 
 
 def test_the_flag_of_the_command_line() -> None:
@@ -36,10 +48,15 @@ def test_the_flag_of_the_command_line() -> None:
 
 def test_graphs_take_memory_only_where_there_are_any() -> None:
     with_graphs, eager = (
-        {share.purpose: share.nbytes for share in setup._cuda_shares(config, TINY, torch.float32, CUDA, 4)}
+        {
+            share.purpose: share.nbytes
+            for share in setup._cuda_shares(config, TINY, LIMITS, torch.float32, CUDA)
+        }
         for config in (CONFIG, EAGER)
     )
-    graphs = graph_bytes(TINY, CONFIG.max_num_seqs, CONFIG.page_size, torch.float32, with_lora=False)
+    graphs = graph_bytes(
+        TINY, CONFIG.max_num_seqs, LIMITS.max_step_tokens, CONFIG.page_size, torch.float32, with_lora=False
+    )
     assert with_graphs == {**eager, "graphs": graphs}
 
 

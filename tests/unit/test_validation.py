@@ -6,14 +6,19 @@ from dataclasses import replace
 import pytest
 
 from deltaplane.v1 import generation_pb2 as pb
-from deltaplane_controlplane.errors import InvalidArgumentError, UnimplementedError
+from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_server.dataplane import validation
 from deltaplane_server.dataplane.limits import RequestLimits
 from deltaplane_server.dataplane.violations import Violations
 from deltaplane_server.scheduling.sampling_params import SamplingParams
 
 LIMITS = RequestLimits(
-    vocab_size=100, max_model_len=64, kv_tokens=48, eos_token_ids=frozenset({2}), has_chat_template=True
+    vocab_size=100,
+    max_model_len=64,
+    kv_tokens=48,
+    eos_token_ids=frozenset({2}),
+    has_chat_template=True,
+    max_adapters=3,
 )
 NAN, INF = float("nan"), float("inf")
 
@@ -24,7 +29,7 @@ def violations_of(
     """Field to description of everything that is wrong with a request."""
     found = Violations()
     validation.check_request_id(request.request_id, found)
-    validation.check_routing(request, found)
+    validation.check_routing(request, limits, found)
     validation.check_prompt(request, limits, found)
     validation.check_truncation(request, found)
     validation.check_sampling(request.sampling, request.output, limits, found)
@@ -40,6 +45,10 @@ def violations_of(
 
 def good(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(**{"request_id": "r", "text": "hi", **fields})  # type: ignore[arg-type]
+
+
+def composition(*terms: tuple[str, float | None]) -> pb.GenerateRequest:
+    return good(adapters=[pb.WeightedAdapter(adapter=name, weight=weight) for name, weight in terms])
 
 
 def sampling(**fields: object) -> pb.GenerateRequest:
@@ -65,10 +74,22 @@ BAD: list[tuple[pb.GenerateRequest, str, str]] = [
     (good(tenant="x" * 129), "tenant", "128"),
     (good(adapter="a", adapters=[pb.WeightedAdapter(adapter="b")]), "adapters", "one of the two"),
     (good(adapter_version=3), "adapter_version", "adapter"),
+    (composition(*[(name, 1.0) for name in "abcd"]), "adapters", "4 are above the limit of 3"),
+    (composition(("a", 1.0), ("", 1.0)), "adapters[1].adapter", "empty"),
+    (composition(("a", 1.0), ("x" * 129, 1.0)), "adapters[1].adapter", "128"),
+    (composition(("a", 1.0), ("b", 1.0), ("a", 0.5)), "adapters[2].adapter", "'a' is given twice"),
+    (composition(("a", 0.0)), "adapters[0].weight", "not 0; got 0"),
+    (composition(("a", -0.0)), "adapters[0].weight", "not 0"),
+    (composition(("a", 16.01)), "adapters[0].weight", "[-16, 16]"),
+    (composition(("a", -17.0)), "adapters[0].weight", "[-16, 16]"),
+    (composition(("a", NAN)), "adapters[0].weight", "nan"),
+    (composition(("a", 1.0), ("b", INF)), "adapters[1].weight", "inf"),
+    (composition(("a", -INF)), "adapters[0].weight", "-inf"),
     (good(truncate_prompt_tokens=0), "truncate_prompt_tokens", "at least 1"),
     (pb.GenerateRequest(request_id="r"), "prompt", "messages, text, token_ids"),
     (good(text=""), "text", "empty"),
     (messages(), "messages.messages", "empty"),
+    (messages(*[("", "")] * 1025), "messages.messages", "1025 are above the limit of 1024"),
     (messages(("", "x")), "messages.messages[0].role", "user"),
     (messages(("user", "x"), ("us er", "x")), "messages.messages[1].role", "us er"),
     (messages(("user", "")), "messages.messages[0].content", "empty"),
@@ -120,8 +141,11 @@ GOOD: list[pb.GenerateRequest] = [
     good(),
     good(request_id="a.b_c:d/e-f" + "x" * 117),
     good(adapter="a", adapter_version=1, tenant="t", priority=-5),
+    composition(("a", None)),
+    composition(("a", 16.0), ("b", -16.0), ("c", 1e-30)),
     pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(ids=[0, 99])),
     messages(("system", "be brief"), ("user", "hi")),
+    messages(*[("user", "hi")] * 1024),
     sampling(temperature=0.0, top_k=1000, top_p=1.0, min_p=0.0, n=16, seed=2**64 - 1),
     sampling(
         temperature=100.0, min_p=1.0, repetition_penalty=10.0, presence_penalty=-2.0, frequency_penalty=2.0
@@ -168,12 +192,23 @@ def test_messages_need_a_chat_template() -> None:
     assert "no chat template" in violations_of(messages(("user", "hi")), limits)["messages"]
 
 
-def test_composition_is_refused_by_name() -> None:
-    request = good(adapters=[pb.WeightedAdapter(adapter="a")])
-    assert violations_of(request) == {}
-    with pytest.raises(UnimplementedError, match="adapters"):
-        validation.refuse_composition(request)
-    validation.refuse_composition(good(adapter="a"))
+def test_weights_of_a_composition() -> None:
+    request = composition(("b", None), ("a", -0.25))
+    assert validation.check_routing(request, LIMITS, Violations()) == {"b": 1.0, "a": -0.25}
+    assert validation.check_routing(good(adapter="a"), LIMITS, Violations()) == {}
+
+
+def test_all_that_is_wrong_with_a_composition_is_told_at_once() -> None:
+    request = composition(("", 0.0), ("b", NAN), ("b", 17.0))
+    request.adapter_version = 1
+    assert violations_of(request).keys() == {
+        "adapter_version",
+        "adapters[0].adapter",
+        "adapters[0].weight",
+        "adapters[1].weight",
+        "adapters[2].adapter",
+        "adapters[2].weight",
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,20 @@ Client blocks, AsyncClient is for asyncio; both have the same methods. Answers a
 from deltaplane.v1. Errors are in deltaplane.errors.
 """
 
+from deltaplane.adapter_requests import Tier
 from deltaplane.aio.adapters import AsyncAdapterClient
 from deltaplane.aio.calls import AsyncStream
 from deltaplane.aio.client import AsyncClient
+from deltaplane.aio.operations import AsyncOperationClient
 from deltaplane.blocking.adapters import AdapterClient
 from deltaplane.blocking.calls import Stream
 from deltaplane.blocking.client import Client
+from deltaplane.blocking.operations import OperationClient
 from deltaplane.channel import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, ChannelConfig
 from deltaplane.completion import Completion, Output
+from deltaplane.credentials import tls_credentials, token_from_file
 from deltaplane.errors import DeltaplaneError
-from deltaplane.requests import GenerateOptions, Prompt, Tier
+from deltaplane.requests import GenerateOptions, Prompt
 from deltaplane.retry import RetryPolicy
 
 __all__ = [
@@ -29,15 +33,19 @@ __all__ = [
     "AdapterClient",
     "AsyncAdapterClient",
     "AsyncClient",
+    "AsyncOperationClient",
     "AsyncStream",
     "ChannelConfig",
     "Client",
     "Completion",
     "DeltaplaneError",
     "GenerateOptions",
+    "OperationClient",
     "Output",
     "Prompt",
     "RetryPolicy",
     "Stream",
     "Tier",
+    "tls_credentials",
+    "token_from_file",
 ]

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
+from deltaplane.adapter_requests import Tier, tier
 from deltaplane.errors import InvalidArgumentError
 from deltaplane.v1.adapters_pb2 import UploadAdapterRequest, UploadFile, UploadHeader
 
@@ -17,14 +18,33 @@ _CHUNK_BYTES = 1 << 20
 
 
 def upload_header(
-    name: str, folder: str | os.PathLike[str], labels: Mapping[str, str] | None, replace: bool
+    name: str,
+    folder: str | os.PathLike[str],
+    *,
+    labels: Mapping[str, str] | None,
+    replace: bool,
+    etag: str,
+    keep_previous: bool,
+    load_tier: Tier | None,
+    validate_only: bool,
+    idempotency_key: str,
 ) -> UploadHeader:
     """What an upload of the PEFT adapter in `folder` announces. Reads its files, for their digests.
 
     Errors: InvalidArgumentError (a file cannot be read).
     """
     files = [_described(Path(folder), file) for file in _NAMES]
-    return UploadHeader(name=name, files=files, labels=labels, replace=replace)
+    return UploadHeader(
+        name=name,
+        files=files,
+        labels=labels,
+        replace=replace,
+        etag=etag,
+        keep_previous=keep_previous,
+        load_tier=tier(load_tier),
+        validate_only=validate_only,
+        idempotency_key=idempotency_key,
+    )
 
 
 def upload_requests(header: UploadHeader, folder: str | os.PathLike[str]) -> Iterator[UploadAdapterRequest]:

@@ -1,10 +1,12 @@
 """How both clients reach the two planes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+
+from deltaplane.credentials import checked_token
 
 DEFAULT_ADDRESS = "localhost:50051"
 """Where a server's data plane is by default."""
@@ -19,17 +21,27 @@ _MAX_MESSAGE_BYTES = 64 << 20  # a page of 1000 adapters is above gRPC's 4 MB wh
 class ChannelConfig:
     """How a channel is opened.
 
-    credentials: TLS, where a proxy in front of the server ends it; plain text without.
+    credentials: TLS, for example of tls_credentials(); plain text without.
+    token: sent with each call as `authorization: Bearer`; a function, such as token_from_file() makes, is
+        asked at each call. In plain text, whoever listens on the network learns it.
     keepalive: seconds between pings while a call is open, so that a dead peer is noticed although a long
         prefill is silent; None sends none.
-    metadata: sent with each call, such as an authorization header for a proxy.
+    metadata: sent with each call, such as a header for a proxy.
     options: further gRPC channel arguments; they win over those made here.
     """
 
     credentials: grpc.ChannelCredentials | None = None
     keepalive: float | None = 60.0
-    metadata: Sequence[tuple[str, str]] = ()
+    metadata: Sequence[tuple[str, str]] = field(default=(), repr=False)
     options: Sequence[tuple[str, Any]] = ()
+    token: str | Callable[[], str] | None = field(default=None, repr=False)
+
+    def call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What is sent with a call that begins now. Errors: InvalidArgumentError (the token)."""
+        if self.token is None:
+            return tuple(self.metadata)
+        token = self.token if isinstance(self.token, str) else self.token()
+        return (*self.metadata, ("authorization", f"Bearer {checked_token(token)}"))
 
     def arguments(self) -> list[tuple[str, Any]]:
         """The gRPC channel arguments."""

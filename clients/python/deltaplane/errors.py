@@ -12,6 +12,7 @@
     │   └── UnavailableError          the server drains, or cannot be reached
     ├── DeadlineExceededError         the call's timeout passed
     ├── CallCancelledError            the call was cancelled
+    ├── UnauthenticatedError          the call brought no token that the server accepts
     ├── UnimplementedError            the server does not serve this part of the API
     └── InternalError                 a fault of the server's
 
@@ -20,14 +21,17 @@ and RetryInfo (retry_after).
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
+
+_Detail = TypeVar("_Detail", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,12 @@ class CallCancelledError(DeltaplaneError):
     code = grpc.StatusCode.CANCELLED
 
 
+class UnauthenticatedError(DeltaplaneError):
+    """The call brought no token that the server accepts."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class UnimplementedError(DeltaplaneError):
     """The server does not serve this part of the API."""
 
@@ -167,6 +177,7 @@ _CLASSES: dict[grpc.StatusCode, type[DeltaplaneError]] = {
         UnavailableError,
         DeadlineExceededError,
         CallCancelledError,
+        UnauthenticatedError,
         UnimplementedError,
         InternalError,
     )
@@ -176,9 +187,22 @@ _CLASSES: dict[grpc.StatusCode, type[DeltaplaneError]] = {
 def from_rpc(failure: grpc.RpcError, address: str) -> DeltaplaneError:
     """The error of a failed call to `address`, sync or asyncio, with its google.rpc details parsed."""
     code, message = failure.code(), failure.details() or ""
-    info, bad_request, retry_info = _details(failure.trailing_metadata() or ())
-    if code is grpc.StatusCode.UNAVAILABLE and not info.reason:
+    status = _status(failure.trailing_metadata() or ())
+    if code is grpc.StatusCode.UNAVAILABLE and not _detail(status, error_details_pb2.ErrorInfo()).reason:
         message = f"no answer from {address}: {message}"
+    return _error(code, message, status)
+
+
+def from_status(status: status_pb2.Status) -> DeltaplaneError:
+    """The error of a call that ended elsewhere, such as that of an operation."""
+    code = next((c for c in grpc.StatusCode if c.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    return _error(code, status.message, status)
+
+
+def _error(code: grpc.StatusCode, message: str, status: status_pb2.Status) -> DeltaplaneError:
+    info = _detail(status, error_details_pb2.ErrorInfo())
+    bad_request = _detail(status, error_details_pb2.BadRequest())
+    retry_info = _detail(status, error_details_pb2.RetryInfo())
     cls = _CLASSES.get(code, DeltaplaneError)
     error = cls(message or code.name, code=code, reason=info.reason, metadata=info.metadata)
     if isinstance(error, InvalidArgumentError):
@@ -191,18 +215,18 @@ def from_rpc(failure: grpc.RpcError, address: str) -> DeltaplaneError:
     return error
 
 
-def _details(
-    trailers: Iterable[Any],
-) -> tuple[error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
-    """The details of a status; those that it lacks, or that cannot be read, are empty."""
-    info = error_details_pb2.ErrorInfo()
-    bad_request = error_details_pb2.BadRequest()
-    retry_info = error_details_pb2.RetryInfo()
+def _status(trailers: Iterable[Any]) -> status_pb2.Status:
+    """The google.rpc.Status of a call; empty where there is none that can be read."""
     blob = next((value for key, value in trailers if key == _DETAILS_KEY), b"")
     try:
-        for detail in status_pb2.Status.FromString(blob).details:
-            for message in (info, bad_request, retry_info):
-                detail.Unpack(message)
+        return status_pb2.Status.FromString(blob)
     except DecodeError:
-        pass  # a proxy's own details: code and message stand for themselves
-    return info, bad_request, retry_info
+        return status_pb2.Status()  # a proxy's own details: code and message stand for themselves
+
+
+def _detail(status: status_pb2.Status, message: _Detail) -> _Detail:
+    """The detail of this kind; the message stays empty where there is none that can be read."""
+    for detail in status.details:
+        with suppress(DecodeError):
+            detail.Unpack(message)
+    return message

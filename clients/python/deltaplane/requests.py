@@ -1,21 +1,14 @@
-"""Builds the wire's request messages from Python arguments; shared by the sync and the asyncio client."""
+"""Builds the data plane's request messages from Python arguments; shared by both clients."""
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from deltaplane.errors import InvalidArgumentError
-from deltaplane.v1 import adapters_pb2, generation_pb2
-
-Tier = Literal["device", "host"]
-"""Where weights can be: device memory, or host memory."""
-
-_TIERS = {"device": adapters_pb2.ADAPTER_TIER_DEVICE, "host": adapters_pb2.ADAPTER_TIER_HOST}
+from deltaplane.v1 import generation_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A prompt: text, token ids, or the messages of a chat as {"role": ..., "content": ...}."""
@@ -28,7 +21,8 @@ class GenerateOptions(TypedDict, total=False):
     Which model answers
         adapter: name of the adapter; the base model without one.
         adapter_version: exactly this version of it; its current one by default.
-        adapters: names and weights of several adapters whose deltas add up; excludes `adapter`.
+        adapters: several adapters whose deltas add up: names and weights, in [-16, 16] and not 0, or names
+            alone, each of weight 1; excludes `adapter`.
 
     How the next token is drawn: penalties and biases first, then temperature, top_k, top_p, min_p
         temperature: 0 is greedy; at most 100; 1 by default.
@@ -67,7 +61,7 @@ class GenerateOptions(TypedDict, total=False):
 
     adapter: str | None
     adapter_version: int | None
-    adapters: Mapping[str, float] | None
+    adapters: Mapping[str, float] | Sequence[str] | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
@@ -108,11 +102,10 @@ def generate(prompt: Prompt, options: GenerateOptions) -> generation_pb2.Generat
     _fill(request.sampling, given, "sampling.")
     _fill(request.stop, given, "stop.")
     _fill(request.output, given, "output.")
-    weights = given.pop("adapters", {})
+    adapters = given.pop("adapters", ())
     plain = {name: value for name, value in given.items() if name not in _GROUPED}
     _fill(request, plain, "")
-    for name, weight in weights.items():
-        _fill(request.adapters.add(), {"adapter": name, "weight": weight}, "adapters.")
+    _set_adapters(request, adapters)
     _set_prompt(request, prompt)
     if "add_generation_prompt" in given:
         if request.WhichOneof("prompt") != "messages":
@@ -144,72 +137,16 @@ def detokenize(
     return request
 
 
-def tier(value: Tier | None) -> "adapters_pb2.AdapterTier.ValueType":
-    """Errors: InvalidArgumentError."""
-    if value is None:
-        return adapters_pb2.ADAPTER_TIER_UNSPECIFIED
-    if value not in _TIERS:
-        raise InvalidArgumentError.for_field("tier", f"{value!r} is no tier; use 'device' or 'host'")
-    return _TIERS[value]
-
-
-def register_adapter(
-    name: str,
-    source: str,
-    *,
-    labels: Mapping[str, str] | None,
-    load_tier: Tier | None,
-    expected_digest: str,
-    validate_only: bool,
-    idempotency_key: str,
-) -> adapters_pb2.RegisterAdapterRequest:
-    return adapters_pb2.RegisterAdapterRequest(
-        name=name,
-        source=source,
-        labels=labels,
-        load_tier=tier(load_tier),
-        expected_digest=expected_digest,
-        validate_only=validate_only,
-        idempotency_key=idempotency_key,
-    )
-
-
-def update_adapter(
-    name: str,
-    *,
-    source: str | None,
-    labels: Mapping[str, str] | None,
-    etag: str,
-    expected_digest: str,
-    validate_only: bool,
-    keep_previous: bool,
-    idempotency_key: str,
-) -> adapters_pb2.UpdateAdapterRequest:
-    """The mask names what is not None, so that empty labels clear them."""
-    return adapters_pb2.UpdateAdapterRequest(
-        adapter=adapters_pb2.Adapter(name=name, source=source or "", labels=labels),
-        update_mask=FieldMask(
-            paths=[path for path, value in (("source", source), ("labels", labels)) if value is not None]
-        ),
-        etag=etag,
-        expected_digest=expected_digest,
-        validate_only=validate_only,
-        keep_previous=keep_previous,
-        idempotency_key=idempotency_key,
-    )
-
-
-def delete_adapter(
-    name: str, *, etag: str, drain_timeout: float | None, force: bool, allow_missing: bool
-) -> adapters_pb2.DeleteAdapterRequest:
-    request = adapters_pb2.DeleteAdapterRequest(
-        name=name, etag=etag, force=force, allow_missing=allow_missing
-    )
-    if drain_timeout is not None:
-        duration = Duration()
-        duration.FromNanoseconds(round(drain_timeout * 1e9))
-        request.drain_timeout.CopyFrom(duration)
-    return request
+def _set_adapters(
+    request: generation_pb2.GenerateRequest, adapters: Mapping[str, float] | Sequence[str]
+) -> None:
+    if isinstance(adapters, str):
+        raise InvalidArgumentError.for_field(
+            "adapters", f"{adapters!r} is one name; give names and weights, a list of names, or `adapter`"
+        )
+    for name in adapters:
+        weight = {"weight": adapters[name]} if isinstance(adapters, Mapping) else {}
+        _fill(request.adapters.add(), {"adapter": name, **weight}, "adapters.")
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:

@@ -5,7 +5,10 @@
 //
 // The unit of work is a tile: up to TILE rows of one slot. A block reads a weight once for all rows of a tile.
 // Each output element is summed by one thread in a fixed order, so equal steps give equal bits. Weight rows
-// at or above a matrix's rank are never read: they may hold anything.
+// that a matrix does not have are never read: they may hold anything.
+//
+// A gain row g of B multiplies the y that expand reads anyway; a bias row is a rank row whose shrunk value is 1. A
+// blend of adapters is a slot that has the pages of all its members; shrink multiplies by the factor of each page.
 
 using uint = unsigned int;
 using ushort = unsigned short;       // a two-byte element that is only moved
@@ -19,7 +22,13 @@ constexpr int VECTOR = 8;           // two-byte elements in 16 bytes
 constexpr int SUBTILE = 16;         // rows whose shrunk values lie in shared memory at a time
 constexpr int COLUMN_BLOCK = 256;   // columns of y of one block: 64 of each warp
 constexpr int MAX_RANK = 256;
+constexpr int MAX_ROWS = MAX_RANK + PAGE_ROWS;  // with a gain row, a bias row and the rest of their page
 constexpr int MAX_SLICES = 4;
+
+// As in lora_slots.py.
+constexpr int HAS_GAIN = 1 << 16;
+constexpr int HAS_BIAS = 1 << 17;
+constexpr int IS_BLEND = 1 << 18;
 
 // Mirrored by lora_cuda.Launch. Pitches and strides are in elements.
 struct Launch {
@@ -29,16 +38,15 @@ struct Launch {
     void* y;
     float* partial;                 // [splits, num_rows, num_slices, MAX_RANK], by place in the step's row list
     const int* step;                // see lora_tiles.py
-    const int* slot_pages;          // [num_slots, slot_pages_pitch]
-    const int* slot_ranks;          // [num_slots, slot_ranks_pitch]
+    const int* slots;               // [rows, slots_pitch], see lora_slots.py
     long long page_stride;
     long long x_pitch;
     long long y_pitch;
     int a_pitch;
     int b_pitch;
-    int slot_pages_pitch;
-    int slot_ranks_pitch;
-    int first_rank;                 // this linear's first slice in a row of slot_ranks
+    int slots_pitch;
+    int factors_at;                 // in a row of slots
+    int slices_at;                  // this linear's first slice in a row of slots
     int num_rows;
     int in_features;
     int num_slices;
@@ -54,7 +62,7 @@ struct Tile {
     int slot;
     int first;                      // its first row's place in the row list
     int count;
-    const int* rows;                // the numbers of its rows in x and y
+    int rows_at;                    // in the step's table: the numbers of its rows in x and y
 };
 
 __device__ int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
@@ -63,15 +71,35 @@ __device__ int num_tiles(const Launch& launch) { return launch.step[0]; }
 
 __device__ Tile tile_at(const Launch& launch, int index) {
     const int4 entry = reinterpret_cast<const int4*>(launch.step)[1 + index];
-    return {entry.x, entry.y, entry.z, launch.step + launch.step[1] + entry.y};
+    return {entry.x, entry.y, entry.z, launch.step[1] + entry.y};
 }
 
-__device__ int rank_of(const Launch& launch, int slot, int slice) {
-    return launch.slot_ranks[static_cast<long long>(slot) * launch.slot_ranks_pitch + launch.first_rank + slice];
+// The number in x and y of a tile's row.
+__device__ int row_number(const Launch& launch, const Tile& tile, int place) {
+    return launch.step[tile.rows_at + place];
+}
+
+// What a slot has of a slice: rank rows, then a gain row and a bias row in B.
+struct Rows {
+    int entry;                      // as in the slot table
+
+    __device__ int rank() const { return entry & 0xffff; }
+    __device__ bool has_gain() const { return entry & HAS_GAIN; }
+    __device__ bool has_bias() const { return entry & HAS_BIAS; }
+    __device__ bool is_blend() const { return entry & IS_BLEND; }  // of factors for its pages
+    __device__ int count() const { return rank() + has_gain() + has_bias(); }
+};
+
+__device__ Rows rows_of(const Launch& launch, int slot, int slice) {
+    return {launch.slots[static_cast<long long>(slot) * launch.slots_pitch + launch.slices_at + slice]};
 }
 
 __device__ const int* pages_of(const Launch& launch, int slot) {
-    return launch.slot_pages + static_cast<long long>(slot) * launch.slot_pages_pitch;
+    return launch.slots + static_cast<long long>(slot) * launch.slots_pitch;
+}
+
+__device__ float factor_of(const Launch& launch, const int* pages, int row) {
+    return __int_as_float(pages[launch.factors_at + row / PAGE_ROWS]);
 }
 
 __device__ float* partial_at(const Launch& launch, int split, int place, int slice) {
@@ -225,7 +253,7 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
     constexpr int GROUPS = TILE / GROUP;
     __shared__ float sums[WARPS][TILE][RANK_BLOCK + 1];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int rank = rank_of(launch, tile.slot, slice);
+    const Rows rows = rows_of(launch, tile.slot, slice);
     const int* pages = pages_of(launch, tile.slot);
     const int begin = split * launch.split_width + warp * 32;
     const int end = min((split + 1) * launch.split_width, launch.in_features);
@@ -234,14 +262,14 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
     for (int group = 0; group < GROUPS; ++group) {
         const int place = group * GROUP + g;
         x[group] = place < tile.count
-            ? static_cast<const ushort*>(launch.x) + tile.rows[place] * launch.x_pitch
+            ? static_cast<const ushort*>(launch.x) + row_number(launch, tile, place) * launch.x_pitch
             : nullptr;
     }
-    for (int first = 0; first < rank; first += RANK_BLOCK) {
+    for (int first = 0; first < rows.rank(); first += RANK_BLOCK) {
         const ushort* a[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            a[half] = first + half * PAGE_ROWS + g < rank
+            a[half] = first + half * PAGE_ROWS + g < rows.rank()
                 ? static_cast<const ushort*>(launch.a) + pages[first / PAGE_ROWS + half] * launch.page_stride
                     + (slice * PAGE_ROWS + g) * static_cast<long long>(launch.a_pitch)
                 : nullptr;
@@ -263,6 +291,7 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
             float sum = 0.0f;
 #pragma unroll
             for (int other = 0; other < WARPS; ++other) sum += sums[other][place][row];
+            if (rows.is_blend()) sum *= factor_of(launch, pages, first + row);
             partial_at(launch, split, tile.first + place, slice)[first + row] = sum;
         }
     }
@@ -271,12 +300,12 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
 // One warp for each element, in float32 throughout.
 __device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int slice, int split) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rank = rank_of(launch, tile.slot, slice);
+    const Rows rows = rows_of(launch, tile.slot, slice);
     const int* pages = pages_of(launch, tile.slot);
     const int end = min((split + 1) * launch.split_width, launch.in_features);
-    for (int element = warp; element < tile.count * rank; element += WARPS) {
-        const int place = element / rank, row = element % rank;
-        const float* x = static_cast<const float*>(launch.x) + tile.rows[place] * launch.x_pitch;
+    for (int element = warp; element < tile.count * rows.rank(); element += WARPS) {
+        const int place = element / rows.rank(), row = element % rows.rank();
+        const float* x = static_cast<const float*>(launch.x) + row_number(launch, tile, place) * launch.x_pitch;
         const float* a = static_cast<const float*>(launch.a) + pages[row / PAGE_ROWS] * launch.page_stride
             + (slice * PAGE_ROWS + row % PAGE_ROWS) * static_cast<long long>(launch.a_pitch);
         float sum = 0.0f;
@@ -289,6 +318,7 @@ __device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int 
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        if (rows.is_blend()) sum *= factor_of(launch, pages, row);
         if (lane == 0) partial_at(launch, split, tile.first + place, slice)[row] = sum;
     }
 }
@@ -305,74 +335,133 @@ __device__ void for_each_shrink_item(const Launch& launch, Item item) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Expand: y[row, columns of slice] += (sum over splits of partial[split][place][slice]) . B_slice
+// Expand: y[row, columns of slice] += gain * y[row, columns of slice] + bias
+//                                     + (sum over splits of partial[split][place][slice]) . B_slice
 //
-// A block takes one tile and 256 columns of one slice; a warp 64 columns. A product is
+// An item is one tile and 256 columns of one slice; a warp takes 64 columns of it. A product is
 // [16 columns, 8 rank rows] x [8 rank rows, 8 rows of y]. A thread loads 8 neighbouring columns of two rank rows
 // and, as the columns are dealt to products, ends with the same 8 columns of two rows of y: one 16-byte load
 // and store each.
 // B is exact in TF32, which has the mantissa of float16 and the exponent of bfloat16. The shrunk float32 values
 // are multiplied in two parts, so that 22 bits of their 24 count.
+//
+// Where adapters differ an item has few rows, and its time goes with its instructions rather than its bytes. So a
+// block walks from item to item, neighbours, and works out once what those of a tile share.
 
 struct ExpandItem {
+    int tile_index;
     Tile tile;
     int slice;
-    int rank;
-    int column;                     // of this block, in the slice
+    int column;                     // its first one, in the slice
+    Rows rows;
+    int num_rows;                   // of B
+
+    __device__ void enter_slice(const Launch& launch) {
+        rows = rows_of(launch, tile.slot, slice);
+        num_rows = rows.count();
+    }
+
+    // To the next item. Answers whether it is of another tile.
+    __device__ bool advance(const Launch& launch) {
+        column += COLUMN_BLOCK;
+        if (column < launch.width[slice]) return false;
+        column = 0;
+        ++slice;
+        const bool ends_tile = slice == launch.num_slices;
+        if (ends_tile) {
+            slice = 0;
+            ++tile_index;
+            tile = tile_at(launch, tile_index);
+        }
+        enter_slice(launch);
+        return ends_tile;
+    }
 };
 
-// Of rank 0 after the last one.
-__device__ ExpandItem expand_item_at(const Launch& launch, int index, int items) {
-    ExpandItem item = {};
-    if (index >= items) return item;
-    item.tile = tile_at(launch, index / launch.column_blocks);
+__device__ ExpandItem expand_item_at(const Launch& launch, int index) {
+    ExpandItem item;
+    item.tile_index = index / launch.column_blocks;
+    item.tile = tile_at(launch, item.tile_index);
     item.slice = 0;
-    int block = index % launch.column_blocks;
-    while (block >= ceil_div(launch.width[item.slice], COLUMN_BLOCK)) {
-        block -= ceil_div(launch.width[item.slice], COLUMN_BLOCK);
+    item.column = index % launch.column_blocks * COLUMN_BLOCK;
+    while (item.column >= launch.width[item.slice]) {
+        item.column -= ceil_div(launch.width[item.slice], COLUMN_BLOCK) * COLUMN_BLOCK;
         ++item.slice;
     }
-    item.rank = rank_of(launch, item.tile.slot, item.slice);
-    item.column = block * COLUMN_BLOCK;
+    item.enter_slice(launch);
     return item;
 }
 
-using Shrunk = float[SUBTILE][MAX_RANK + 4];  // the pad spreads a warp's reads over all banks
+// The items of a block. Being neighbours they share the tile, its pages and mostly the shrunk values.
+struct Range {
+    int begin, end;
+};
 
-// Sums the splits of `count` rows from `first` of the tile on. All threads of the block call it. Zero where a
-// product reads beyond the rank or the rows.
+__device__ Range items_of_block(const Launch& launch) {
+    const int items = num_tiles(launch) * launch.column_blocks;
+    const int run = ceil_div(items, static_cast<int>(gridDim.x));
+    const int begin = static_cast<int>(blockIdx.x) * run;
+    return {begin, min(begin + run, items)};
+}
+
+using Shrunk = float[SUBTILE][MAX_ROWS + 4];  // the pad spreads a warp's reads over all banks
+
+// Sums the splits of `count` rows from `first` of the tile on. All threads of the block call it. One at the bias
+// row, zero at the gain row and where a product reads beyond B or the rows.
 __device__ void sum_splits(const Launch& launch, const ExpandItem& item, int first, int count, Shrunk& shrunk) {
-    const int ranks = ceil_div(item.rank, PAGE_ROWS) * PAGE_ROWS;
+    const int ranks = ceil_div(item.num_rows, PAGE_ROWS) * PAGE_ROWS;
+    const int bias = item.rows.has_bias() ? item.num_rows - 1 : -1;
     const long long stride = static_cast<long long>(launch.num_rows) * launch.num_slices * MAX_RANK;
+    constexpr int LOADS = 4;        // in flight at once
     __syncthreads();                // the values before are read
+#pragma unroll 1
     for (int element = threadIdx.x; element < ceil_div(count, GROUP) * GROUP * ranks; element += THREADS) {
         const int place = element / ranks, rank = element % ranks;
-        float sum = 0.0f;
-        if (place < count && rank < item.rank) {
+        float sum = rank == bias ? 1.0f : 0.0f;
+        if (place < count && rank < item.rows.rank()) {
             const float* partial = partial_at(launch, 0, item.tile.first + first + place, item.slice) + rank;
-#pragma unroll 4
-            for (int split = 0; split < launch.splits; ++split) sum += load_partial(partial + split * stride);
+#pragma unroll 1
+            for (int begin = 0; begin < launch.splits; begin += LOADS) {
+                float values[LOADS] = {};
+#pragma unroll
+                for (int index = 0; index < LOADS; ++index) {
+                    const int split = begin + index;
+                    if (split < launch.splits) values[index] = load_partial(partial + split * stride);
+                }
+#pragma unroll
+                for (int index = 0; index < LOADS; ++index) sum += values[index];
+            }
         }
         shrunk[place][rank] = sum;
     }
     __syncthreads();
 }
 
-// Rank rows t and t + 4 of one page, 8 columns of each.
+template <typename Element>
+__device__ const Element* row_of_b(const Launch& launch, const int* pages, int row) {
+    return static_cast<const Element*>(launch.b) + pages[row / PAGE_ROWS] * launch.page_stride
+        + static_cast<long long>(row % PAGE_ROWS) * launch.b_pitch;
+}
+
+// A thread's first column in an item, in elements; 8 threads share a row of B or y, and a warp 64 columns.
+__device__ int lane_column() { return threadIdx.x / 4 * VECTOR; }
+
+__device__ bool is_inside(const Launch& launch, const ExpandItem& item) {
+    return item.column + lane_column() < launch.width[item.slice];
+}
+
+// Rows t and t + 4 of B in one page, 8 columns of each.
 struct PageRows {
     uint4 low, high;
 };
 
-__device__ PageRows load_page(const Launch& launch, const ExpandItem& item, const int* pages, int page,
-                              int column, bool inside) {
-    const int t = threadIdx.x % 4;
+// b: row t of the page, at the first column.
+__device__ PageRows load_page(const Launch& launch, const ExpandItem& item, const ushort* b, int page,
+                              bool inside) {
+    const int row = page * PAGE_ROWS + threadIdx.x % 4;
     PageRows rows = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (inside && page * PAGE_ROWS + t < item.rank) {
-        const ushort* b = static_cast<const ushort*>(launch.b) + pages[page] * launch.page_stride
-            + static_cast<long long>(t) * launch.b_pitch + launch.b_column[item.slice] + column;
-        rows.low = load_weights(b);
-        if (page * PAGE_ROWS + t + 4 < item.rank) rows.high = load_weights(b + 4LL * launch.b_pitch);
-    }
+    if (inside && row < item.num_rows) rows.low = load_weights(b);
+    if (inside && row + 4 < item.num_rows) rows.high = load_weights(b + 4LL * launch.b_pitch);
     return rows;
 }
 
@@ -388,6 +477,21 @@ __device__ void multiply_page(float (&sum)[4][4], const PageRows& rows, float sh
     }
 }
 
+// What the sums of 8 columns of two rows of y begin with.
+template <typename Type>
+__device__ void multiply_gain(float (&sum)[4][4], const uint4 (&y)[2], const uint4& gain) {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        const float2 factor = Type::unpack(component(gain, pair));
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float2 before = Type::unpack(component(y[row], pair));
+            sum[pair][row] = factor.x * before.x;
+            sum[pair][2 + row] = factor.y * before.y;
+        }
+    }
+}
+
 template <typename Type>
 __device__ uint4 added(const uint4& y, const float (&sum)[4][4], int row) {
     uint result[4];
@@ -399,107 +503,164 @@ __device__ uint4 added(const uint4& y, const float (&sum)[4][4], int row) {
     return {result[0], result[1], result[2], result[3]};
 }
 
-// The first pages of an item: kept in registers for all its rows, and loaded an item ahead.
+// The first pages of an item: kept in registers for all its rows, and loaded before anything else of it.
 constexpr int KEPT = 2;
 struct KeptPages {
     PageRows page[KEPT];
 };
 
-struct ExpandLane {
-    int column;                     // of a thread, in the slice: the first of its 8
-    bool inside;
+// Adds the products of the pages that are not kept: each is loaded while the one before it is multiplied.
+template <typename Type>
+__device__ void multiply_other_pages(const Launch& launch, const ExpandItem& item, const float* values,
+                                     float (&sum)[4][4]) {
+    const int* pages = pages_of(launch, item.tile.slot);
+    const int column = launch.b_column[item.slice] + item.column + lane_column(), t = threadIdx.x % 4;
+    const bool inside = is_inside(launch, item);
+    const ushort* b = row_of_b<ushort>(launch, pages, KEPT * PAGE_ROWS + t) + column;
+    PageRows rows = load_page(launch, item, b, KEPT, inside);
+    for (int page = KEPT; page * PAGE_ROWS < item.num_rows; ++page) {
+        PageRows next = {};
+        if ((page + 1) * PAGE_ROWS < item.num_rows) {
+            b = row_of_b<ushort>(launch, pages, (page + 1) * PAGE_ROWS + t) + column;
+            next = load_page(launch, item, b, page + 1, inside);
+        }
+        multiply_page<Type>(sum, rows, values[page * PAGE_ROWS], values[page * PAGE_ROWS + 4]);
+        rows = next;
+    }
+}
+
+// Where they lie, for all items of a tile: row t of each page at this thread's first column.
+struct KeptRows {
+    const ushort* page[KEPT];
+
+    __device__ void enter(const Launch& launch, const ExpandItem& item) {
+        const int* pages = pages_of(launch, item.tile.slot);
+#pragma unroll
+        for (int index = 0; index < KEPT; ++index) {
+            page[index] = row_of_b<ushort>(launch, pages, index * PAGE_ROWS + threadIdx.x % 4) + lane_column();
+        }
+    }
+
+    __device__ KeptPages load(const Launch& launch, const ExpandItem& item) const {
+        const int column = launch.b_column[item.slice] + item.column;
+        const bool inside = is_inside(launch, item);
+        KeptPages kept;
+#pragma unroll
+        for (int index = 0; index < KEPT; ++index) {
+            kept.page[index] = load_page(launch, item, page[index] + column, index, inside);
+        }
+        return kept;
+    }
 };
 
-__device__ ExpandLane lane_of(const Launch& launch, const ExpandItem& item) {
-    const int column = item.column + threadIdx.x / 4 * VECTOR;  // 8 threads a warp, 64 columns
-    return {column, column < launch.width[item.slice]};
+// Rows 2t and 2t + 1 of a group of y, at this thread's first column.
+struct Target {
+    int place;                      // in the row list, of the group's first row
+    bool live[2];                   // whether the tile has them
+    ushort* row[2];
+
+    __device__ void enter(const Launch& launch, const Tile& tile, int first) {
+        place = tile.first + first;
+#pragma unroll
+        for (int index = 0; index < 2; ++index) {
+            const int own = first + threadIdx.x % 4 * 2 + index;
+            live[index] = own < tile.count;
+            const int number = live[index] ? row_number(launch, tile, own) : 0;
+            row[index] = static_cast<ushort*>(launch.y) + number * launch.y_pitch + lane_column();
+        }
+    }
+};
+
+struct TwoRows {
+    uint4 row[2];
+};
+
+__device__ TwoRows load_rows(const Target& target, int column, bool inside) {
+    TwoRows y = {};
+#pragma unroll
+    for (int index = 0; index < 2; ++index) {
+        if (inside && target.live[index]) y.row[index] = load_activations(target.row[index] + column);
+    }
+    return y;
 }
 
-__device__ KeptPages load_kept(const Launch& launch, const ExpandItem& item) {
-    const ExpandLane lane = lane_of(launch, item);
-    const int* pages = pages_of(launch, item.tile.slot);
-    KeptPages kept;
+// shrunk: this thread's row of the group, from rank t on. before: y of the group.
+template <typename Type>
+__device__ void expand_group(const Launch& launch, const ExpandItem& item, const KeptPages& kept, const float* shrunk,
+                             const Target& target, const TwoRows& before, int column, bool inside) {
+    float sum[4][4] = {};
+    if (item.rows.has_gain() && inside) {
+        const int* pages = pages_of(launch, item.tile.slot);
+        const ushort* gain = row_of_b<ushort>(launch, pages, item.rows.rank()) + launch.b_column[item.slice];
+        multiply_gain<Type>(sum, before.row, load_weights(gain + item.column + lane_column()));
+    }
 #pragma unroll
     for (int page = 0; page < KEPT; ++page) {
-        kept.page[page] = load_page(launch, item, pages, page, lane.column, lane.inside);
-    }
-    return kept;
-}
-
-// Up to SUBTILE rows from `first` of the tile on.
-template <typename Type>
-__device__ void expand_rows(const Launch& launch, const ExpandItem& item, const KeptPages& kept, int first,
-                            Shrunk& shrunk, int& shrunk_key) {
-    constexpr int GROUPS = SUBTILE / GROUP;
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int count = min(SUBTILE, item.tile.count - first);
-    const ExpandLane lane = lane_of(launch, item);
-    const int* pages = pages_of(launch, item.tile.slot);
-    ushort* target[GROUPS][2];
-    uint4 before[GROUPS][2];
-#pragma unroll
-    for (int part = 0; part < GROUPS * 2; ++part) {
-        const int place = part / 2 * GROUP + 2 * t + part % 2;
-        target[part / 2][part % 2] = nullptr;
-        before[part / 2][part % 2] = {0, 0, 0, 0};
-        if (lane.inside && place < count) {
-            ushort* y = static_cast<ushort*>(launch.y) + item.tile.rows[first + place] * launch.y_pitch;
-            target[part / 2][part % 2] = y + launch.y_column[item.slice] + lane.column;
-            before[part / 2][part % 2] = load_activations(target[part / 2][part % 2]);
+        if (page * PAGE_ROWS < item.num_rows) {
+            multiply_page<Type>(sum, kept.page[page], shrunk[page * PAGE_ROWS], shrunk[page * PAGE_ROWS + 4]);
         }
     }
+    if (item.num_rows > KEPT * PAGE_ROWS) multiply_other_pages<Type>(launch, item, shrunk, sum);
+#pragma unroll
+    for (int index = 0; index < 2; ++index) {
+        if (inside && target.live[index]) {
+            *reinterpret_cast<uint4*>(target.row[index] + column) = added<Type>(before.row[index], sum, index);
+        }
+    }
+}
+
+// The groups of a subtile, which begins at row `first` of the tile: y is loaded of all at once.
+template <typename Type, int GROUPS>
+__device__ void expand_subtile(const Launch& launch, const ExpandItem& item, const KeptPages& kept, int first,
+                               Target (&targets)[GROUPS], Shrunk& shrunk, int& shrunk_key) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int column = launch.y_column[item.slice] + item.column;
+    const bool inside = is_inside(launch, item);
+    TwoRows before[GROUPS];
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) before[group] = load_rows(targets[group], column, inside);
     const int key = (item.tile.first + first) * MAX_SLICES + item.slice;
     if (shrunk_key != key) {        // the same for all threads of the block
-        sum_splits(launch, item, first, count, shrunk);
+        sum_splits(launch, item, first, min(SUBTILE, item.tile.count - first), shrunk);
         shrunk_key = key;
     }
-#pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-        if (group * GROUP >= count) continue;
-        const float* values = shrunk[group * GROUP + g] + t;
-        float sum[4][4] = {};
-#pragma unroll
-        for (int page = 0; page < KEPT; ++page) {
-            if (page * PAGE_ROWS < item.rank) {
-                multiply_page<Type>(sum, kept.page[page], values[page * PAGE_ROWS], values[page * PAGE_ROWS + 4]);
-            }
-        }
-        PageRows rows = load_page(launch, item, pages, KEPT, lane.column, lane.inside);
-        for (int page = KEPT; page * PAGE_ROWS < item.rank; ++page) {
-            const PageRows next = load_page(launch, item, pages, page + 1, lane.column, lane.inside);
-            multiply_page<Type>(sum, rows, values[page * PAGE_ROWS], values[page * PAGE_ROWS + 4]);
-            rows = next;
-        }
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            if (target[group][row]) {
-                *reinterpret_cast<uint4*>(target[group][row]) = added<Type>(before[group][row], sum, row);
-            }
-        }
+    expand_group<Type>(launch, item, kept, shrunk[g] + t, targets[0], before[0], column, inside);
+    if constexpr (GROUPS == 2) {
+        expand_group<Type>(launch, item, kept, shrunk[GROUP + g] + t, targets[1], before[1], column, inside);
     }
 }
 
-// A block takes items in a row: neighbours share the tile, its pages and mostly the shrunk values, so that few of its
-// loads wait for one another.
 template <typename Type>
 __device__ void expand(const Launch& launch) {
     __shared__ Shrunk shrunk;
-    const int items = num_tiles(launch) * launch.column_blocks;
-    const int run = ceil_div(items, static_cast<int>(gridDim.x));
-    const int begin = static_cast<int>(blockIdx.x) * run;
-    const int end = min(begin + run, items);
-    int shrunk_key = -1;            // which values are in shared memory
-    ExpandItem item = expand_item_at(launch, begin, end);
-    KeptPages kept = load_kept(launch, item);
+    const Range items = items_of_block(launch);
+    ExpandItem item;
+    KeptRows rows;
+    KeptPages kept;
+    if (items.begin < items.end) {
+        item = expand_item_at(launch, items.begin);
+        rows.enter(launch, item);
+        kept = rows.load(launch, item);
+    }
     wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
-    for (int index = begin; index < end; ++index) {
-        const ExpandItem next = expand_item_at(launch, index + 1, end);
-        const KeptPages ahead = load_kept(launch, next);
-        for (int first = 0; item.rank > 0 && first < item.tile.count; first += SUBTILE) {
-            expand_rows<Type>(launch, item, kept, first, shrunk, shrunk_key);
+    Target alone[1];                // the rows of a tile that has one group, for all its items
+    alone[0].place = -1;
+    int shrunk_key = -1;            // which values are in shared memory
+    for (int index = items.begin; index < items.end; ++index) {
+        for (int first = 0; item.num_rows > 0 && first < item.tile.count; first += SUBTILE) {
+            if (item.tile.count - first <= GROUP) {
+                if (alone[0].place != item.tile.first + first) alone[0].enter(launch, item.tile, first);
+                expand_subtile<Type, 1>(launch, item, kept, first, alone, shrunk, shrunk_key);
+            } else {
+                Target both[2];
+                both[0].enter(launch, item.tile, first);
+                both[1].enter(launch, item.tile, first + GROUP);
+                expand_subtile<Type, 2>(launch, item, kept, first, both, shrunk, shrunk_key);
+            }
         }
-        item = next;
-        kept = ahead;
+        if (index + 1 == items.end) break;
+        if (item.advance(launch)) rows.enter(launch, item);
+        kept = rows.load(launch, item);
     }
 }
 
@@ -507,28 +668,31 @@ __device__ void expand(const Launch& launch) {
 __device__ void expand_in_float32(const Launch& launch) {
     __shared__ Shrunk shrunk;
     wait_for_previous_kernel();
-    const int items = num_tiles(launch) * launch.column_blocks;
-    for (int index = blockIdx.x; index < items; index += gridDim.x) {
-        const ExpandItem item = expand_item_at(launch, index, items);
-        if (item.rank == 0) continue;
+    const Range items = items_of_block(launch);
+    for (int index = items.begin; index < items.end; ++index) {
+        const ExpandItem item = expand_item_at(launch, index);
+        if (item.num_rows == 0) continue;
         const int* pages = pages_of(launch, item.tile.slot);
         const int column = item.column + 2 * threadIdx.x;
-        const float* b = static_cast<const float*>(launch.b) + launch.b_column[item.slice] + column;
+        const int b_column = launch.b_column[item.slice] + column, y_column = launch.y_column[item.slice] + column;
         for (int first = 0; first < item.tile.count; first += SUBTILE) {
             const int count = min(SUBTILE, item.tile.count - first);
             sum_splits(launch, item, first, count, shrunk);
             if (column >= launch.width[item.slice]) continue;
             for (int place = 0; place < count; ++place) {
+                float* y = static_cast<float*>(launch.y)
+                    + row_number(launch, item.tile, first + place) * launch.y_pitch + y_column;
                 float2 sum = {0.0f, 0.0f};
-                for (int rank = 0; rank < item.rank; ++rank) {
-                    const float2 weights = *reinterpret_cast<const float2*>(
-                        b + pages[rank / PAGE_ROWS] * launch.page_stride
-                        + static_cast<long long>(rank % PAGE_ROWS) * launch.b_pitch);
-                    sum.x = fmaf(shrunk[place][rank], weights.x, sum.x);
-                    sum.y = fmaf(shrunk[place][rank], weights.y, sum.y);
+                if (item.rows.has_gain()) {
+                    const float* gain = row_of_b<float>(launch, pages, item.rows.rank()) + b_column;
+                    sum = {gain[0] * y[0], gain[1] * y[1]};
                 }
-                float* y = static_cast<float*>(launch.y) + item.tile.rows[first + place] * launch.y_pitch
-                    + launch.y_column[item.slice] + column;
+                for (int row = 0; row < item.num_rows; ++row) {
+                    const float2 weights = *reinterpret_cast<const float2*>(
+                        row_of_b<float>(launch, pages, row) + b_column);
+                    sum.x = fmaf(shrunk[place][row], weights.x, sum.x);
+                    sum.y = fmaf(shrunk[place][row], weights.y, sum.y);
+                }
                 y[0] += sum.x;
                 y[1] += sum.y;
             }
@@ -541,10 +705,15 @@ __device__ void expand_in_float32(const Launch& launch) {
 // registers for all loads of a turn to be in flight at once: 128 with four, 168 with three. Left to itself the
 // compiler takes fewer registers and waits for each load.
 
+// A tile of one group of rows leaves registers for more loads of A.
 #define SHRINK(NAME, TYPE, TILE, RUNS, BLOCKS)                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Launch launch) {   \
         for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split) {                                \
-            shrink_item<TYPE, TILE, RUNS>(launch, tile, slice, split);                                            \
+            if (tile.count <= GROUP) {                                                                            \
+                shrink_item<TYPE, GROUP, 8>(launch, tile, slice, split);                                          \
+            } else {                                                                                              \
+                shrink_item<TYPE, TILE, RUNS>(launch, tile, slice, split);                                        \
+            }                                                                                                     \
         });                                                                                                       \
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from deltaplane_controlplane.ports import HostAdapter
 from deltaplane_kernels.lora import LoraStep, RankPagePool
+from deltaplane_kernels.lora_segments import Segments
 from deltaplane_server.adapters.packing import PackedAdapter
 
 
@@ -24,13 +25,13 @@ class AdapterPool:
         """
         if not isinstance(adapter, PackedAdapter):
             raise TypeError(f"{type(adapter).__name__} is not a PackedAdapter")
-        self._pool.load(slot, pages, adapter.pages, adapter.ranks)
+        self._pool.load(slot, pages, adapter.pages, adapter.rows, adapter.side)
 
     def clear(self, slot: int) -> None:
         """Unbinds a slot that no step uses. Its pages are free afterwards."""
         self._pool.clear(slot)
 
-    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
+    def step(self, segments: Segments) -> LoraStep | None:
         """The deltas of one step's rows; None where all are the base model's (see RankPagePool.step)."""
         return self._pool.step(segments)
 

@@ -19,6 +19,9 @@ PICKLE_FILE = "adapter_model.bin"
 _READ_BYTES = 1 << 20
 """Read at once: it is still in a core's cache when the digest takes it."""
 
+_LOOK_UP = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""Opens a folder to look names up in it, which needs no right to list it where there is O_PATH."""
+
 _PIECE_BYTES = 4 << 20
 """Read by one call where several threads read."""
 
@@ -79,6 +82,16 @@ class AdapterFile:
             if count < len(piece):
                 raise self._ends_early(len(view) - begin - count)
         self._took(view)
+
+    def read_again(self, view: memoryview, position: int) -> None:
+        """Fills `view` with the bytes from there on, which were read before. They may be others by now: it is
+        for whoever reads the file once more.
+
+        Errors: InvalidArgumentError where the file ends before.
+        """
+        filled = self._fill(view, position)
+        if filled < len(view):
+            raise self._ends_early(len(view) - filled)
 
     def expect_end(self) -> None:
         """Errors: InvalidArgumentError where the file goes on."""
@@ -161,9 +174,12 @@ class AdapterFolder:
 
 @contextmanager
 def open_folder(path: Path) -> Iterator[AdapterFolder]:
-    """Errors: InvalidArgumentError where it is not there or not a folder."""
+    """path: real; what has become a link since it was resolved is not followed, at any depth.
+
+    Errors: InvalidArgumentError where it is not there or not a folder.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = _open_without_links(path.absolute())
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = error.strerror if isinstance(error, OSError) else error
         raise unservable(f"{str(path)!r} cannot be opened as a folder: {why}") from error
@@ -171,3 +187,15 @@ def open_folder(path: Path) -> Iterator[AdapterFolder]:
         yield AdapterFolder(path, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _open_without_links(path: Path) -> int:
+    """A descriptor to look files up in, by way of one for each part of the path."""
+    descriptor = os.open(path.anchor, _LOOK_UP)
+    for part in path.parts[1:]:
+        try:
+            inner = os.open(part, _LOOK_UP | os.O_NOFOLLOW, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = inner
+    return descriptor

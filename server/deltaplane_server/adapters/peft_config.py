@@ -19,6 +19,8 @@ MAX_PATTERNS = 4096
 MAX_RANK = 1 << 16
 MAX_BASE_MODEL_LENGTH = 1024
 
+BIASES = ("none", "lora_only", "all")
+
 DEFAULT_RANK = 8
 DEFAULT_ALPHA = 8
 DEFAULT_TARGETS = ("q_proj", "v_proj")
@@ -37,14 +39,15 @@ _APPLIED = {
     "layers_pattern",
     "init_lora_weights",
     "bias",
+    "lora_bias",
+    "use_dora",
+    "modules_to_save",
+    "ensure_weight_tying",
     "base_model_name_or_path",
 }
 
 _REFUSED_WHERE_SET = {
-    "modules_to_save": "modules that were trained whole (modules_to_save)",
     "trainable_token_indices": "trained token embeddings (trainable_token_indices)",
-    "use_dora": "DoRA (use_dora)",
-    "lora_bias": "a bias on lora_B (lora_bias)",
     "use_qalora": "QA-LoRA (use_qalora)",
     "alora_invocation_tokens": "Activated LoRA (alora_invocation_tokens)",
     "layer_replication": "replicated layers (layer_replication)",
@@ -69,7 +72,6 @@ _WITHOUT_EFFECT = {
     "runtime_config",
     # read only together with an option that is refused
     "corda_config",
-    "ensure_weight_tying",
     "eva_config",
     "lora_ga_config",
     "loftq_config",
@@ -90,6 +92,10 @@ class PeftLoraConfig:
     rank_pattern, alpha_pattern: module patterns to ranks and alphas; the first that matches counts.
     target_modules, exclude_modules: one pattern for whole module names, or names and endings of them.
     layers_to_transform: empty for all layers. layers_pattern: names of the list of layers; empty for any.
+    use_dora: whether there are magnitudes, of DoRA. lora_bias: whether lora_B has a bias.
+    bias: whose biases were trained: "none", "lora_only" (of linears with LoRA) or "all".
+    modules_to_save: names of modules that were trained whole, or endings of such names.
+    ensure_weight_tying: whether a tied head and table have the same LoRA, or the same trained weight.
     """
 
     rank: int
@@ -101,6 +107,11 @@ class PeftLoraConfig:
     exclude_modules: str | tuple[str, ...]
     layers_to_transform: tuple[int, ...]
     layers_pattern: tuple[str, ...]
+    use_dora: bool
+    bias: str
+    lora_bias: bool
+    modules_to_save: tuple[str, ...]
+    ensure_weight_tying: bool
     base_model: str
 
     @property
@@ -123,6 +134,12 @@ def parse_config(data: bytes) -> PeftLoraConfig:
         raise _bad("layers_to_transform", layers, "absent where target_modules is a pattern, as PEFT has it")
     if layers_pattern and layers is None:
         raise _bad("layers_pattern", config["layers_pattern"], "absent without layers_to_transform")
+    use_dora, lora_bias = _boolean(config, "use_dora"), _boolean(config, "lora_bias")
+    if use_dora and lora_bias:
+        raise _bad("lora_bias", lora_bias, "false with use_dora, as PEFT has it")
+    init = config.get("init_lora_weights")
+    if use_dora and init == "mica":
+        raise _bad("init_lora_weights", init, "another one with use_dora, as PEFT has it")
     return PeftLoraConfig(
         rank=_rank("r", config.get("r", DEFAULT_RANK)),
         alpha=_alpha("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)),
@@ -137,6 +154,11 @@ def parse_config(data: bytes) -> PeftLoraConfig:
         exclude_modules=_names_or_pattern(config, "exclude_modules"),
         layers_to_transform=_layers(layers),
         layers_pattern=layers_pattern,
+        use_dora=use_dora,
+        bias=_bias(config.get("bias", "none")),
+        lora_bias=lora_bias,
+        modules_to_save=_names(config, "modules_to_save"),
+        ensure_weight_tying=_boolean(config, "ensure_weight_tying"),
         base_model=_base_model(config.get("base_model_name_or_path")),
     )
 
@@ -145,8 +167,6 @@ def _refuse_features(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise unservable(f"{CONFIG_FILE} is of peft_type {shown(config.get('peft_type'))}; LORA is served")
     features = [feature for key, feature in _REFUSED_WHERE_SET.items() if _is_set(config.get(key))]
-    if config.get("bias", "none") != "none":
-        features.append(f"trained biases (bias: {shown(config['bias'])})")
     if features:
         raise unservable(f"{CONFIG_FILE} asks for what is not served: {'; '.join(features)}")
     _refuse_changed_base(config.get("init_lora_weights", True))
@@ -197,9 +217,15 @@ def _alpha(key: str, value: Any) -> float:
 
 
 def _boolean(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
+    value = False if config.get(key) is None else config[key]
     if not isinstance(value, bool):
         raise _bad(key, value, "true or false")
+    return value
+
+
+def _bias(value: Any) -> str:
+    if not isinstance(value, str) or value not in BIASES:
+        raise _bad("bias", value, f"one of {', '.join(BIASES)}")
     return value
 
 

@@ -4,12 +4,11 @@ import hashlib
 import io
 import queue
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,10 @@ from torch import Tensor
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
 from deltaplane_controlplane.ports import AdapterManifest
 from deltaplane_kernels.layout import AdapterLayout
-from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
+from deltaplane_kernels.rank_pages import RankPageLayout
+from deltaplane_kernels.side_pages import side_page_layout
+from deltaplane_server.adapters.adapter_plan import AdapterPlan, make_plan
+from deltaplane_server.adapters.affine import Affine, BaseWeights, affine
 from deltaplane_server.adapters.files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -30,28 +32,23 @@ from deltaplane_server.adapters.files import (
 from deltaplane_server.adapters.host_pages import HostPages
 from deltaplane_server.adapters.known_digests import KnownDigests
 from deltaplane_server.adapters.load_threads import LoadThreads
-from deltaplane_server.adapters.lora_matrices import LoraMatrices, find_matrices
-from deltaplane_server.adapters.packing import PackedAdapter, converted, pack_pages, ranks_of, tensor_of
-from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, PeftLoraConfig, parse_config
+from deltaplane_server.adapters.lora_matrices import AdaptedSlice
+from deltaplane_server.adapters.packing import PackedAdapter, pack_pages, rows_of
+from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, parse_config
 from deltaplane_server.adapters.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
+    TensorEntry,
     parse_header,
     read_header_bytes,
 )
+from deltaplane_server.adapters.side_packing import ReadBytes, check_base_copies, check_tied, pack_side
+from deltaplane_server.adapters.tensor_values import converted, tensor_of
 from deltaplane_server.adapters.unservable import unservable
+from deltaplane_server.adapters.value_check import check_values
 
 _PLANS_KEPT = 32
 """Of a configuration and a header; as many headers, which several configurations share."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What the configuration and the header of an adapter say, checked."""
-
-    config: PeftLoraConfig
-    matrices: tuple[LoraMatrices, ...]
-    header_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,10 @@ class PeftLoader:
 
     layout: the linears of the base that take a delta.
     max_lora_rank: a higher rank is refused, and so bounds what is read.
-    dtype: of the rank pages. host_pages: where they are packed; None takes new memory for each adapter.
+    dtype: of the rank pages.
+    base: the weights that DoRA, trained biases and copies of the base's tables are relative to; without them
+        such adapters are refused.
+    host_pages: where they are packed; None takes new memory for each adapter.
     threads: help to read and pack; None takes some for this loader alone.
     sha256: makes the digest of an adapter. clock: ns since the epoch, as the ctime of files.
 
@@ -96,6 +96,7 @@ class PeftLoader:
         *,
         max_lora_rank: int,
         dtype: torch.dtype,
+        base: BaseWeights | None = None,
         host_pages: HostPages | None = None,
         threads: LoadThreads | None = None,
         sha256: Callable[[], Digest] = hashlib.sha256,
@@ -103,8 +104,10 @@ class PeftLoader:
     ) -> None:
         self._layout = layout
         self._page_layout = RankPageLayout(layout)
+        self._side_layout = side_page_layout(layout)
         self._max_lora_rank = max_lora_rank
         self._dtype = dtype
+        self._base = base
         self._host_pages = host_pages
         self._file_buffers = _Buffers()
         self._threads = threads or LoadThreads()
@@ -116,7 +119,7 @@ class PeftLoader:
         self._plan = lru_cache(_PLANS_KEPT)(self._make_plan)
 
     def inspect(self, source: Path) -> AdapterManifest:
-        """Reads an adapter's files once and checks all there is to check, one tensor at a time in memory.
+        """Reads an adapter's files once and checks all there is to check, a few MB at a time in memory.
 
         Errors: InvalidArgumentError, which names what cannot be served exactly.
         """
@@ -128,24 +131,25 @@ class PeftLoader:
                 states = [file.state_if_unchanged()]
             with folder.open(WEIGHTS_FILE, digest) as file:
                 plan = self._plan(config_bytes, read_header_bytes(file.read, file.size), file.size)
-                self._check_values(file, plan.matrices)
+                check_values(file, plan.scales(), self._dtype)
                 file.expect_end()
+                self._check_equalities(plan, partial(_read_again, file, plan.header_bytes))
                 states.append(file.state_if_unchanged())
         self._known_digests.put(states, digest.hexdigest(), read_from)
-        config, matrices = plan.config, plan.matrices
-        rank = max(one.rank for one in matrices)
         return AdapterManifest(
             source=str(source),
             digest=digest.hexdigest(),
-            rank=rank,
-            alpha=config.alpha,
-            rslora=config.rslora,
-            target_modules=tuple(dict.fromkeys(_kind(one.module) for one in matrices)),
-            num_layers=len({one.layer for one in matrices}),
+            rank=plan.rank,
+            alpha=plan.config.alpha,
+            rslora=plan.config.rslora,
+            target_modules=plan.target_modules(),
+            num_layers=plan.num_layers,
             source_bytes=len(config_bytes) + file.size,
-            host_bytes=rank_pages(rank) * self._page_layout.page_bytes(self._dtype),
-            base_model=config.base_model,
-            rank_pattern=_rank_pattern(matrices, rank),
+            host_bytes=plan.num_pages * self._page_layout.page_bytes(self._dtype),
+            num_pages=plan.num_pages,
+            base_model=plan.config.base_model,
+            rank_pattern=plan.rank_pattern(),
+            features=plan.features(),
         )
 
     def pack(self, manifest: AdapterManifest) -> PackedAdapter:
@@ -168,17 +172,42 @@ class PeftLoader:
                 raise _changed(manifest)
         return PackedAdapter(
             pages=pages,
-            ranks=ranks_of(plan.matrices, self._page_layout),
+            rows=rows_of(plan.slices, self._page_layout),
+            side=plan.side.shape,
             read_ms=(read - started) * 1e3,
             pack_ms=(time.perf_counter() - read) * 1e3,
         )
 
-    def _pack_weights(self, config_bytes: bytes, weights: Tensor) -> tuple[_Plan, Tensor]:
+    def _pack_weights(self, config_bytes: bytes, weights: Tensor) -> tuple[AdapterPlan, Tensor]:
         beginning = io.BytesIO(weights[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().data)
         plan = self._plan(config_bytes, read_header_bytes(beginning.read, len(weights)), len(weights))
-        pages = self._new_pages(rank_pages(max(one.rank for one in plan.matrices)))
-        pack_pages(plan.matrices, weights[plan.header_bytes :], self._page_layout, pages, self._threads)
+        body = weights[plan.header_bytes :]
+        affines = self._affines(plan, body)
+        pages = self._new_pages(plan.num_pages)
+        ranked = pages[: plan.num_rank_pages]
+        pack_pages(plan.slices, affines, body, self._page_layout, ranked, self._threads)
+        if self._side_layout is not None:
+            pack_side(plan.side, body, self._side_layout, pages[plan.num_rank_pages :], self._threads)
+        self._check_equalities(plan, lambda start, stop: body[start:stop])
         return plan, pages
+
+    def _check_equalities(self, plan: AdapterPlan, read: ReadBytes) -> None:
+        check_tied(plan.side, read)
+        if plan.side.base_copies:
+            check_base_copies(plan.side, read, self._base_weights())
+
+    def _affines(self, plan: AdapterPlan, body: Tensor) -> dict[AdaptedSlice, Affine]:
+        """Of the linears that are not plain. body: the bytes of the file after its header, uint8."""
+
+        def read(entry: TensorEntry) -> Tensor:
+            return converted(entry, tensor_of(entry, body[entry.start : entry.stop]), 1.0, torch.float32)
+
+        return {one: affine(one, read, self._base_weights()) for one in plan.slices if not one.rows.is_plain}
+
+    def _base_weights(self) -> BaseWeights:
+        if self._base is None:
+            raise unservable("the adapter is relative to the base's weights, which are not at hand here")
+        return self._base
 
     def _read_files(self, manifest: AdapterManifest, buffer: Tensor) -> _Files:
         """Both files, as many bytes as when the manifest was made; the weights are a part of the buffer
@@ -217,25 +246,18 @@ class PeftLoader:
         self._known_digests.put(files.states, digest.hexdigest(), files.read_from)
         return digest.hexdigest()
 
-    def _make_plan(self, config_bytes: bytes, header_bytes: bytes, file_bytes: int) -> _Plan:
+    def _make_plan(self, config_bytes: bytes, header_bytes: bytes, file_bytes: int) -> AdapterPlan:
         config = parse_config(config_bytes)
         header = self._header(header_bytes, file_bytes)
-        matrices = find_matrices(header.entries, config, self._layout, self._max_lora_rank)
-        return _Plan(config, tuple(matrices), header.num_bytes)
+        plan = make_plan(config, header, self._layout, self._max_lora_rank)
+        if not plan.is_plain:
+            self._base_weights()
+        return plan
 
     def _new_pages(self, num_pages: int) -> Tensor:
         if self._host_pages is None:
             return torch.empty(num_pages, self._page_layout.page_elements, dtype=self._dtype)
         return self._host_pages.take(num_pages)
-
-    def _check_values(self, file: AdapterFile, matrices: Sequence[LoraMatrices]) -> None:
-        """Reads the tensors, which is the rest of the file, and checks that pack can convert them."""
-        scales = {one.a: 1.0 for one in matrices} | {one.b: one.scale for one in matrices}
-        buffer = torch.empty(max(entry.nbytes for entry in scales), dtype=torch.uint8)
-        view = buffer.numpy().data
-        for entry in sorted(scales, key=lambda entry: entry.start):
-            file.read_into(view[: entry.nbytes])
-            converted(entry, tensor_of(entry, buffer[: entry.nbytes]), scales[entry], self._dtype)
 
 
 class _Buffers:
@@ -267,25 +289,15 @@ def _read_config(file: AdapterFile) -> bytes:
     return data
 
 
+def _read_again(file: AdapterFile, header_bytes: int, start: int, stop: int) -> Tensor:
+    """See ReadBytes; of a file that was read before."""
+    data = torch.empty(stop - start, dtype=torch.uint8)
+    file.read_again(data.numpy().data, header_bytes + start)
+    return data
+
+
 def _changed(manifest: AdapterManifest) -> FailedPreconditionError:
     return FailedPreconditionError(
         f"files in {manifest.source} changed since registration; update the adapter",
         reason="ADAPTER_FILES_CHANGED",
     )
-
-
-def _kind(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def _rank_pattern(matrices: Sequence[LoraMatrices], rank: int) -> dict[str, int]:
-    """Ranks other than `rank`: by kind of module ("q_proj") where all its layers agree, else by path."""
-    by_kind: dict[str, set[int]] = defaultdict(set)
-    for one in matrices:
-        by_kind[_kind(one.module)].add(one.rank)
-    pattern = {}
-    for one in matrices:
-        if one.rank != rank:
-            kind = _kind(one.module)
-            pattern[kind if len(by_kind[kind]) == 1 else f"layers.{one.layer}.{one.module}"] = one.rank
-    return pattern

@@ -71,14 +71,14 @@ def parse_header(header: bytes, file_bytes: int) -> SafetensorsHeader:
 
 
 def _header_length(prefix: bytes, file_bytes: int) -> int:
-    if prefix.startswith(_PICKLE_STARTS):
-        raise unservable(
-            f"{WEIGHTS_FILE} is a pickle (torch.save), which may run code and is not read: convert it by "
-            "loading it with PEFT and saving it with save_pretrained"
-        )
     length = int.from_bytes(prefix, "little")
     limit = min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES)
     if not 2 <= length <= limit:
+        if prefix.startswith(_PICKLE_STARTS):  # as that of a length that is possible may, such as 640
+            raise unservable(
+                f"{WEIGHTS_FILE} is a pickle (torch.save), which may run code and is not read: convert it by "
+                "loading it with PEFT and saving it with save_pretrained"
+            )
         raise unservable(
             f"{WEIGHTS_FILE} gives its header {length} bytes, where 2 to {limit} are possible: it is "
             "damaged, or no safetensors file"

@@ -12,6 +12,8 @@ class RequestLimits:
     kv_tokens: tokens that all KV pages together hold.
     eos_token_ids: tokens that end an output unless ignore_eos is asked for.
     has_chat_template: whether messages can be rendered.
+    max_adapters: the most adapters of a composition: slots.
+    max_composition_rows: the most rank rows of all of them together.
     """
 
     vocab_size: int
@@ -19,10 +21,13 @@ class RequestLimits:
     kv_tokens: int
     eos_token_ids: frozenset[int]
     has_chat_template: bool
+    max_adapters: int = 0
+    max_composition_rows: int = 0
     max_outputs: int = 16
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_string_length: int = 256
+    max_messages: int = 1024
 
     @property
     def max_sequence_tokens(self) -> int:

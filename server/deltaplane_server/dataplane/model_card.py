@@ -32,4 +32,5 @@ def model_card(
         kv_page_size=scheduler.page_size,
         kv_pages=scheduler.num_pages,
         server_version=VERSION,
+        max_composition_rows=limits.max_composition_rows,
     )

@@ -77,9 +77,11 @@ class Prompts:
         )
 
     def _given_ids(self, request: pb.GenerateRequest, found: Violations) -> Sequence[int]:
-        ids = list(request.token_ids.ids)
-        if len(ids) <= self._limits.max_prompt_tokens or request.HasField("truncate_prompt_tokens"):
-            check_token_ids("token_ids.ids", ids, self._limits, found)
+        given = request.token_ids.ids
+        if len(given) > self._limits.max_prompt_tokens and not request.HasField("truncate_prompt_tokens"):
+            return given  # to be refused for its length alone
+        ids = list(given)
+        check_token_ids("token_ids.ids", ids, self._limits, found)
         return ids
 
     async def _tokenized(self, request: pb.GenerateRequest, field: str) -> TokenizedText:

@@ -1,7 +1,15 @@
 """The engine's deltas as messages of the wire."""
 
 from deltaplane.v1 import generation_pb2 as pb
-from deltaplane_server.engine.api import Finish, FinishReason, OutputDelta, TokenLogprobs, Usage
+from deltaplane_server.engine.api import (
+    AdapterUse,
+    Finish,
+    FinishReason,
+    OutputDelta,
+    TokenLogprobs,
+    Usage,
+    adapter_name,
+)
 
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -46,6 +54,7 @@ def _finish(finish: Finish) -> pb.Finish:
 
 
 def _usage(usage: Usage) -> pb.Usage:
+    adapters = usage.adapters
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -53,9 +62,14 @@ def _usage(usage: Usage) -> pb.Usage:
         queue_ms=usage.queue_ms,
         prefill_ms=usage.prefill_ms,
         decode_ms=usage.decode_ms,
-        adapter=usage.adapter,
-        adapter_version=usage.adapter_version,
-        adapter_hit=usage.adapter_hit,
+        adapter=adapter_name(adapters),
+        adapter_version=adapters[0].version if len(adapters) == 1 else 0,
+        adapter_hit=all(use.hit for use in adapters),
         adapter_load_ms=usage.adapter_load_ms,
         preemptions=usage.preemptions,
+        adapters=map(_adapter_usage, adapters),
     )
+
+
+def _adapter_usage(use: AdapterUse) -> pb.AdapterUsage:
+    return pb.AdapterUsage(adapter=use.adapter, version=use.version, weight=use.weight, hit=use.hit)

@@ -103,7 +103,8 @@ async def _answer(
 
 def _headers(record: RequestRecord) -> tuple[tuple[str, str], ...]:
     headers = ((REQUEST_ID, record.request_id),)
-    return (*headers, (ADAPTER_VERSION, str(record.adapter_version))) if record.adapter else headers
+    versions = ",".join(str(use.version) for use in record.adapters)
+    return (*headers, (ADAPTER_VERSION, versions)) if versions else headers
 
 
 def _text_metadata(context: Context) -> Mapping[str, str]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deltaplane.v1 import generation_pb2 as pb
-from deltaplane_controlplane.errors import UnimplementedError
 from deltaplane_server.dataplane.limits import RequestLimits
 from deltaplane_server.dataplane.violations import Violations, shown
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
@@ -18,6 +17,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_NAME_LENGTH = 128
 _MAX_LOGIT_BIAS = 100.0
+_MAX_WEIGHT = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,10 @@ def check_request_id(request_id: str, found: Violations) -> None:
         found.add("request_id", f"{shown(request_id)} must be 1 to 128 characters of A-Z, a-z, 0-9 and ._:/-")
 
 
-def check_routing(request: pb.GenerateRequest, found: Violations) -> None:
-    """Who answers, and in whose queue."""
+def check_routing(
+    request: pb.GenerateRequest, limits: RequestLimits, found: Violations
+) -> Mapping[str, float]:
+    """Who answers, and in whose queue. Answers the weights of a composition's adapters."""
     if request.adapter and request.adapters:
         found.add(
             "adapters", f"{len(request.adapters)} adapters are given beside `adapter`; set one of the two"
@@ -68,16 +70,42 @@ def check_routing(request: pb.GenerateRequest, found: Violations) -> None:
         )
     for field, name in (("adapter", request.adapter), ("tenant", request.tenant)):
         if len(name) > _MAX_NAME_LENGTH:
-            found.add(field, f"{shown(name)} is too long; a name has at most {_MAX_NAME_LENGTH} characters")
+            found.add(field, _too_long(name))
+    return check_composition(request.adapters, limits, found)
 
 
-def refuse_composition(request: pb.GenerateRequest) -> None:
-    """Errors: UnimplementedError, where several adapters are to be added up."""
-    if request.adapters:
-        raise UnimplementedError(
-            "adapters: adding up several adapters in one request is not served; name one in `adapter`",
-            reason="ADAPTER_COMPOSITION_UNIMPLEMENTED",
+def check_composition(
+    adapters: Sequence[pb.WeightedAdapter], limits: RequestLimits, found: Violations
+) -> dict[str, float]:
+    """The adapters that are to be added up, and their weights; whether each can be is known to the control
+    plane."""
+    if len(adapters) > limits.max_adapters:
+        found.add(
+            "adapters",
+            f"{len(adapters)} are above the limit of {limits.max_adapters}, the slots of this server "
+            "(--max-loras); give fewer",
         )
+        return {}
+    weights: dict[str, float] = {}
+    for index, term in enumerate(adapters):
+        name, weight = term.adapter, term.weight if term.HasField("weight") else 1.0
+        if not name:
+            found.add(f"adapters[{index}].adapter", "is empty; name an adapter")
+        elif len(name) > _MAX_NAME_LENGTH:
+            found.add(f"adapters[{index}].adapter", _too_long(name))
+        elif name in weights:
+            found.add(f"adapters[{index}].adapter", f"{shown(name)} is given twice; add its weights up")
+        if not 0 < abs(weight) <= _MAX_WEIGHT:
+            found.add(
+                f"adapters[{index}].weight",
+                f"must be in [-{_MAX_WEIGHT:g}, {_MAX_WEIGHT:g}] and not 0; got {weight:g}",
+            )
+        weights[name] = weight
+    return weights
+
+
+def _too_long(name: str) -> str:
+    return f"{shown(name)} is too long; a name has at most {_MAX_NAME_LENGTH} characters"
 
 
 def check_prompt(
@@ -109,6 +137,9 @@ def check_messages(messages: pb.ChatMessages, limits: RequestLimits, found: Viol
         found.add("messages", "this model has no chat template; give the prompt as text or token_ids")
     if not messages.messages:
         found.add("messages.messages", "is empty; give at least one message")
+    if (count := len(messages.messages)) > limits.max_messages:
+        found.add("messages.messages", f"{count} are above the limit of {limits.max_messages}; give fewer")
+        return
     for index, message in enumerate(messages.messages):
         at = f"messages.messages[{index}]"
         if _ROLE.fullmatch(message.role) is None:

@@ -12,12 +12,28 @@ from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """An adapter's part in an answer: its version, the factor of its delta, and whether it was resident at
+    admission."""
+
+    adapter: str
+    version: int
+    weight: float = 1.0
+    hit: bool = True
+
+
+def adapter_name(adapters: Sequence[AdapterUse]) -> str:
+    """Who answers, in one word: the adapter's name, those of several joined by "+" (which is in no name), or
+    nothing for the base model."""
+    return "+".join(use.adapter for use in adapters)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A checked request. The engine owns `lease` from the moment submit() returns and releases it at the end.
 
     num_outputs: output i draws with seed + i where a seed is set.
-    adapter, adapter_version: for usage and logs; empty and 0 for the base model.
-    adapter_hit: whether the adapter was resident at admission.
+    adapters: that answer, for usage and logs, in order of their names; none for the base model.
     stream_interval: tokens of an output that are sent together, at least 1.
     """
 
@@ -27,13 +43,16 @@ class GenerationRequest:
     stop: StopParams
     num_outputs: int = 1
     lease: AdapterLease | None = None
-    adapter: str = ""
-    adapter_version: int = 0
-    adapter_hit: bool = True
+    adapters: tuple[AdapterUse, ...] = ()
     tenant: str = ""
     priority: int = 0
     skip_special_tokens: bool = True
     stream_interval: int = 1
+
+    @property
+    def adapter(self) -> str:
+        """Who answers (see adapter_name)."""
+        return adapter_name(self.adapters)
 
 
 class FinishReason(Enum):
@@ -66,9 +85,7 @@ class Usage:
     queue_ms: float
     prefill_ms: float
     decode_ms: float
-    adapter: str
-    adapter_version: int
-    adapter_hit: bool
+    adapters: tuple[AdapterUse, ...]
     adapter_load_ms: float
     preemptions: int
 

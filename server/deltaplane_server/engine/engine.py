@@ -30,7 +30,7 @@ from deltaplane_server.engine.api import (
 from deltaplane_server.engine.output import Output
 from deltaplane_server.engine.request_state import RequestState
 from deltaplane_server.scheduling.lease import AdapterLease
-from deltaplane_server.scheduling.plan import NO_SLOT, SampledToken, StepPlan
+from deltaplane_server.scheduling.plan import SampledToken, StepPlan
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.sequence import Sequence
 
@@ -149,7 +149,7 @@ class Engine:
             return True
 
     def abort_adapter(self, uid: int) -> None:
-        """Ends all requests of an adapter version within one step."""
+        """Ends all requests of an adapter version, and of compositions with it, within one step."""
         with self._changed:
             self._inbox.aborted_adapters.append(uid)
             self._changed.notify_all()
@@ -270,10 +270,11 @@ class Engine:
         return self._scheduler.schedule()
 
     def _requests_of(self, uids: list[int]) -> list[RequestState]:
-        """Requests of these adapter versions."""
+        """Requests of these adapter versions, or of compositions with them."""
         if not uids:
             return []
-        return [state for state in self._requests.values() if state.adapter_uid in uids]
+        gone = set(uids)
+        return [state for state in self._requests.values() if not gone.isdisjoint(state.adapter_uids)]
 
     def _launch(self, plan: StepPlan) -> None:
         """Starts a step, and takes note of what planning it has changed."""
@@ -327,7 +328,7 @@ class Engine:
             seconds=now - max(plan.time, self._last_read),
             num_tokens=plan.num_tokens,
             num_decodes=plan.num_decodes,
-            num_adapters=len({part.slot for part in plan.scheduled} - {NO_SLOT}),
+            num_adapters=plan.num_adapters,
         )
         self._last_read = now
 

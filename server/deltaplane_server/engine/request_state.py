@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from deltaplane_server.engine.api import GenerationRequest, TokenDecoder, Usage
 from deltaplane_server.engine.output import Output
-from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.lease import AdapterLease, members
 from deltaplane_server.scheduling.sampling_params import SamplingParams
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 
@@ -37,9 +37,9 @@ class RequestState:
         ]
 
     @property
-    def adapter_uid(self) -> int:
-        """Identity of the adapter version; 0 is the base model."""
-        return self.outputs[0].sequence.adapter_uid
+    def adapter_uids(self) -> tuple[int, ...]:
+        """The adapter versions that answer; none for the base model."""
+        return members(self.outputs[0].sequence.adapter_uid)
 
     @property
     def started(self) -> float | None:
@@ -59,9 +59,7 @@ class RequestState:
             queue_ms=(started - self.accepted) * 1000,
             prefill_ms=(first_token - started) * 1000,
             decode_ms=(max(last_tokens, default=now) - first_token) * 1000,
-            adapter=self.request.adapter,
-            adapter_version=self.request.adapter_version,
-            adapter_hit=self.request.adapter_hit,
+            adapters=self.request.adapters,
             adapter_load_ms=max(sequence.adapter_wait for sequence in sequences) * 1000,
             preemptions=sum(sequence.num_preemptions for sequence in sequences),
         )

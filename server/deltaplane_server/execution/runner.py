@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltaplane_server.execution.cuda_graphs import DecodeGraphs
+from deltaplane_server.execution.graphs.decode_graphs import DecodeGraphs
+from deltaplane_server.execution.graphs.step_graphs import StepGraphs
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.sampler import SampledBatch, Sampler, draws_likeliest
 from deltaplane_server.execution.step_inputs import (
     LoraPool,
     StepInputs,
+    StepOutput,
     on_device,
     opened_pages,
     sampling_rows,
@@ -42,8 +44,8 @@ class RunningStep:
 class ModelRunner:
     """The decoder, its KV pages, its adapters and the sampler on one device (engine.api.Runner).
 
-    On a CPU a step is computed inside submit(). On a GPU submit() launches it, decodes as a graph where
-    there are graphs, and a step's tokens are copied to the host while the caller does other things, such as
+    On a CPU a step is computed inside submit(). On a GPU submit() launches it, as a graph where there is one
+    that holds it, and a step's tokens are copied to the host while the caller does other things, such as
     submitting the next one.
 
     feed: holds the tokens of the largest step.
@@ -57,7 +59,7 @@ class ModelRunner:
         kv_cache: KVCache,
         feed: TokenFeed,
         lora_pool: LoraPool | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
@@ -81,9 +83,9 @@ class ModelRunner:
         if not plan:
             return RunningStep(None)
         with self._on_device():
-            if self._graphs is not None and self._graphs.holds(plan):
-                return self._to_host(self._decode(self._graphs, plan))
-            return self._to_host(self._compute(plan))
+            if self._graphs is not None and self._graphs.decodes.holds(plan):
+                return self._to_host(self._decode(self._graphs.decodes, plan))
+            return self._to_host(self._draw(plan, self._compute(plan)))
 
     def forget(self, sequence: TokenSequence) -> None:
         """Drops what is kept for a finished sequence (its token counts)."""
@@ -97,19 +99,25 @@ class ModelRunner:
             return SampledBatch(sequences, output.likeliest, None)
         return self._sample(output.logits.float(), sequences, output.inputs)
 
-    def _compute(self, plan: StepPlan) -> SampledBatch | None:
-        """None where nothing is sampled."""
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        if self._graphs is not None and self._graphs.prompts.holds(plan):
+            return self._graphs.prompts.run(plan.scheduled)
         inputs = self._inputs.of(plan.scheduled)
         if self._decoder.device.type == "cpu":  # kernels of a GPU read no slot that is not written
             self._kv_cache.clear(opened_pages(plan.scheduled, self._kv_cache.layout.page_size))
         hidden = self._decoder.forward(inputs, self._kv_cache.pages)
+        return StepOutput(inputs.tokens, hidden, inputs.side)
+
+    def _draw(self, plan: StepPlan, output: StepOutput) -> SampledBatch | None:
+        """None where nothing is sampled."""
         rows, sequences = sampling_rows(plan.scheduled)
         if not rows:
             self._feed.keep([], None)
             return None
         last = on_device(rows, self._decoder.device)
-        logits = self._decoder.logits(hidden.index_select(0, last))
-        return self._sample(logits, sequences, inputs.tokens.index_select(0, last))
+        side = output.side.at(last) if output.side is not None else None
+        logits = self._decoder.logits(output.hidden.index_select(0, last), side=side)
+        return self._sample(logits, sequences, output.tokens.index_select(0, last))
 
     def _sample(
         self, logits: Tensor, sequences: Sequence[TokenSequence], last_tokens: Tensor

@@ -13,11 +13,13 @@ from deltaplane_kernels.lora import RankPagePool
 from deltaplane_kernels.rank_pages import RankPageLayout
 from deltaplane_server.adapters.adapter_pool import AdapterPool
 from deltaplane_server.config import EngineConfig
-from deltaplane_server.execution.cuda_graphs import DecodeGraphs, batch_sizes, graph_bytes
+from deltaplane_server.execution.graphs.graph_set import GraphInputs
+from deltaplane_server.execution.graphs.step_graphs import StepGraphs, graph_bytes, max_graph_tokens
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.memory import MemoryPlan, MemoryShare, memory_budget, plan_memory
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.token_feed import TokenFeed
+from deltaplane_server.models.base_weights import DecoderWeights
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.decoder import Decoder, decoder_bytes
 from deltaplane_server.models.weights import WeightSource
@@ -38,12 +40,14 @@ log = structlog.get_logger(__name__)
 class Execution:
     """A model on its device, ready for steps.
 
+    base: its weights, for adapters that are relative to them.
     scheduler: the limits that the model and the device's memory set.
     memory: what was handed out.
     """
 
     runner: ModelRunner
     pool: AdapterPool
+    base: DecoderWeights
     scheduler: SchedulerConfig
     memory: MemoryPlan
 
@@ -62,7 +66,7 @@ def set_up(
     num_rank_pages, _ = _pool_size(config)
     layout = model.adapter_layout()
     limits = SchedulerConfig.of(config, max_model_len=model.max_model_len, num_pages=1)
-    max_tokens = max(limits.max_step_tokens, batch_sizes(config.max_num_seqs)[-1])
+    max_tokens = _max_tokens(config, limits, device)
     memory = plan_memory(
         config,
         model,
@@ -70,7 +74,7 @@ def set_up(
         weight_bytes=decoder_bytes(model, weights, dtype, device),
         adapter_bytes=num_rank_pages * RankPageLayout(layout).page_bytes(dtype),
         dtype=dtype,
-        others=_cuda_shares(config, model, dtype, device, max_tokens) if device.type == "cuda" else (),
+        others=_cuda_shares(config, model, limits, dtype, device) if device.type == "cuda" else (),
     )
     _announce(memory, dtype, device)
     decoder = Decoder(model, weights, dtype, device)
@@ -78,22 +82,30 @@ def set_up(
     kv_cache = KVCache(
         model, num_pages=memory.num_kv_pages, page_size=config.page_size, dtype=dtype, device=device
     )
-    feed = TokenFeed(max(config.max_num_seqs, batch_sizes(config.max_num_seqs)[-1]), max_tokens, device)
-    runner = _make_runner(config, decoder, kv_cache, feed, pool if config.enable_lora else None)
+    feed = TokenFeed(max_tokens, max_tokens, device)
+    runner = _make_runner(config, limits, decoder, kv_cache, feed, pool if config.enable_lora else None)
     weights.finish()  # on a GPU they have come in while kernels were compiled and graphs captured
     if device.type == "cuda":
         _warm_up(runner, min(config.page_size, model.max_model_len))
     return Execution(
         runner=runner,
         pool=pool,
+        base=DecoderWeights(decoder),
         scheduler=replace(limits, num_pages=memory.num_kv_pages),
         memory=memory,
     )
 
 
 def uses_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decodes run as CUDA graphs."""
+    """Whether steps run as CUDA graphs."""
     return device.type == "cuda" and not config.enforce_eager
+
+
+def _max_tokens(config: EngineConfig, limits: SchedulerConfig, device: torch.device) -> int:
+    """The most rows of a step, those of padding included."""
+    if not uses_graphs(config, device):
+        return limits.max_step_tokens
+    return max(limits.max_step_tokens, max_graph_tokens(config.max_num_seqs, limits.max_step_tokens))
 
 
 def _make_pool(
@@ -103,7 +115,11 @@ def _make_pool(
     if not config.enable_lora:  # an empty pool needs no kernels
         return AdapterPool(RankPagePool(layout, num_pages, num_slots, dtype))
     try:
-        return AdapterPool(RankPagePool(layout, num_pages, num_slots, dtype, device, max_tokens))
+        return AdapterPool(
+            RankPagePool(
+                layout, num_pages, num_slots, dtype, device, max_tokens, max_blends=config.max_num_seqs
+            )
+        )
     except ValueError as error:
         raise InvalidArgumentError.for_field(
             "enable_lora", f"adapters of this model cannot be served on {device}: {error}; serve it without"
@@ -111,13 +127,22 @@ def _make_pool(
 
 
 def _make_runner(
-    config: EngineConfig, decoder: Decoder, kv_cache: KVCache, feed: TokenFeed, pool: AdapterPool | None
+    config: EngineConfig,
+    limits: SchedulerConfig,
+    decoder: Decoder,
+    kv_cache: KVCache,
+    feed: TokenFeed,
+    pool: AdapterPool | None,
 ) -> ModelRunner:
     device = decoder.device
     if not uses_graphs(config, device):
         return ModelRunner(decoder, kv_cache, feed, pool)
     begin, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-    graphs = DecodeGraphs(decoder, kv_cache, feed, pool, max_num_seqs=config.max_num_seqs)
+    graphs = StepGraphs.capture(
+        GraphInputs(decoder, kv_cache, feed, pool),
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=limits.max_step_tokens,
+    )
     taken = free - torch.cuda.mem_get_info(device)[0]
     log.info("server.graphs", seconds=round(time.monotonic() - begin, 1), taken=f"{taken / _MIB:.0f} MiB")
     return ModelRunner(decoder, kv_cache, feed, pool, graphs)
@@ -142,22 +167,33 @@ def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def _cuda_shares(
-    config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, device: torch.device, max_tokens: int
+    config: EngineConfig,
+    model: DecoderConfig,
+    limits: SchedulerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[MemoryShare]:
     """What a GPU needs beside weights, pages and a step's workspace."""
     shares = [MemoryShare("libraries", _LIBRARY_BYTES)]
     if uses_graphs(config, device):
         graphs = graph_bytes(
-            model, config.max_num_seqs, config.page_size, dtype, with_lora=config.enable_lora
+            model,
+            config.max_num_seqs,
+            limits.max_step_tokens,
+            config.page_size,
+            dtype,
+            with_lora=config.enable_lora,
         )
         shares.append(MemoryShare("graphs", graphs))
     if config.enable_lora:
-        from deltaplane_kernels.lora_cuda import MAX_RANK, partial_elements
+        from deltaplane_kernels.lora_cuda import partial_elements
+        from deltaplane_kernels.lora_slots import MAX_RANK
 
         if config.max_lora_rank > MAX_RANK:
             raise InvalidArgumentError.for_field(
                 "max_lora_rank", f"{config.max_lora_rank} is above {MAX_RANK}, the highest on a GPU; lower it"
             )
+        max_tokens = _max_tokens(config, limits, device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         layout = RankPageLayout(model.adapter_layout())
         shares.append(MemoryShare("adapter workspace", 4 * partial_elements(layout, max_tokens, processors)))

@@ -1,14 +1,16 @@
 """A step's plan as the decoder and the sampler take it."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun
+from deltaplane_kernels.lora_segments import Segments
 from deltaplane_server.execution.token_feed import TokenFeed
-from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep
+from deltaplane_server.models.decoder import Decoder, DecoderInputs, LoraStep, SideStep
 from deltaplane_server.scheduling.plan import ScheduledSequence
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 
@@ -16,9 +18,23 @@ from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 class LoraPool(Protocol):
     """The adapters on the device."""
 
-    def step(self, segments: Sequence[tuple[int, int]]) -> LoraStep | None:
-        """segments: (slot or NO_SLOT, rows) side by side, in row order. None where no row has an adapter."""
+    def step(self, segments: Segments) -> LoraStep | None:
+        """segments: (slots, rows) side by side, in row order. None where no row has an adapter."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed, and what its logits take. Of T rows; that of a graph is good until the next step.
+
+    tokens: [T], int64, those that the step went on from.
+    hidden: [T, hidden_size], what Decoder.forward returns.
+    side: as of DecoderInputs.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    side: SideStep | None
 
 
 class StepInputs:
@@ -63,8 +79,8 @@ def token_runs(scheduled: Iterable[ScheduledSequence]) -> list[TokenRun]:
     return [TokenRun(s.start, s.num_tokens, s.sequence.pages) for s in scheduled]
 
 
-def segments(scheduled: Iterable[ScheduledSequence]) -> list[tuple[int, int]]:
-    """(slot, rows) of each sequence."""
+def segments(scheduled: Iterable[ScheduledSequence]) -> Segments:
+    """(slots, rows) of each sequence."""
     return [(s.slot, s.num_tokens) for s in scheduled]
 
 

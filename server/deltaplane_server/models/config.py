@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
+from deltaplane_kernels.layout import AdapterLayout, LinearSlice, OutsideLayers, PackedLinear
 from deltaplane_server.models.rope import Rope, build_rope, longest_exact_length
 
 SERVED = {
@@ -51,19 +51,34 @@ class DecoderConfig:
     eos_token_ids: frozenset[int]
 
     def adapter_layout(self) -> AdapterLayout:
-        """The linears of a layer, packed as the decoder computes them."""
+        """The linears of a layer, packed as the decoder computes them, and what is outside them."""
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         return AdapterLayout(
             num_layers=self.num_layers,
             linears=(
-                _packed("qkv_proj", hidden, q_proj=q_size, k_proj=kv_size, v_proj=kv_size),
-                _packed("o_proj", q_size, o_proj=hidden),
-                _packed("gate_up_proj", hidden, gate_proj=inner, up_proj=inner),
-                _packed("down_proj", inner, down_proj=hidden),
+                _packed("qkv_proj", hidden, self.qkv_bias, q_proj=q_size, k_proj=kv_size, v_proj=kv_size),
+                _packed("o_proj", q_size, self.o_bias, o_proj=hidden),
+                _packed("gate_up_proj", hidden, self.mlp_bias, gate_proj=inner, up_proj=inner),
+                _packed("down_proj", inner, self.mlp_bias, down_proj=hidden),
+            ),
+            outside=OutsideLayers(
+                self.vocab_size, hidden, self.norm_sizes(), is_tied=self.tie_word_embeddings
             ),
         )
+
+    def norm_sizes(self) -> dict[str, int]:
+        """The size of each norm, by its path in the model."""
+        in_layer = {"input_layernorm": self.hidden_size, "post_attention_layernorm": self.hidden_size}
+        if self.qk_norm:
+            in_layer |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        sizes = {
+            f"layers.{layer}.{norm}": size
+            for layer in range(self.num_layers)
+            for norm, size in in_layer.items()
+        }
+        return sizes | {"norm": self.hidden_size}
 
     def has_bias(self, linear: str) -> bool:
         """Whether the packed linear of this name has a bias."""
@@ -71,19 +86,14 @@ class DecoderConfig:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors of a checkpoint, but for lm_head.weight where the embeddings are tied."""
-        hidden = (self.hidden_size,)
         table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, "model.norm.weight": hidden}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+        shapes |= {f"model.{norm}.weight": (size,) for norm, size in self.norm_sizes().items()}
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = table
         linears = self.adapter_layout().linears
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}"
-            shapes[f"{prefix}.input_layernorm.weight"] = hidden
-            shapes[f"{prefix}.post_attention_layernorm.weight"] = hidden
-            if self.qk_norm:
-                shapes[f"{prefix}.self_attn.q_norm.weight"] = (self.head_dim,)
-                shapes[f"{prefix}.self_attn.k_norm.weight"] = (self.head_dim,)
             for linear in linears:
                 for part in linear.slices:
                     shapes[f"{prefix}.{part.module}.weight"] = (part.out_features, linear.in_features)
@@ -139,10 +149,10 @@ def load_decoder_config(folder: Path, max_model_len: int | None = None) -> Decod
     )
 
 
-def _packed(name: str, in_features: int, **slices: int) -> PackedLinear:
+def _packed(name: str, in_features: int, has_bias: bool, **slices: int) -> PackedLinear:
     block = "self_attn" if name in ("qkv_proj", "o_proj") else "mlp"
     parts = tuple(LinearSlice(f"{block}.{module}", size) for module, size in slices.items())
-    return PackedLinear(name, in_features, parts)
+    return PackedLinear(name, in_features, parts, has_bias)
 
 
 def _served_architecture(raw: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.attention import AttentionPlan, paged_attention, rotary_write_kv
 from deltaplane_kernels.layout import PackedLinear
 from deltaplane_kernels.linear import Linear
-from deltaplane_kernels.norm import add_rms_norm, rms_norm
+from deltaplane_kernels.norm import NormWeight, add_rms_norm, rms_norm
 from deltaplane_kernels.rotary import rotary_factors
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.weights import WeightSource
@@ -31,8 +31,33 @@ class ReadRows(Protocol):
         ...
 
 
+class SideStep(Protocol):
+    """What the adapters of some rows do outside the linears of the layers (see kernels.side)."""
+
+    def embed(self, tokens: Tensor, x: Tensor) -> None:
+        """Makes x [T, hidden_size], the base's embedding of tokens [T], that of the rows' adapters."""
+        ...
+
+    def norm_weight(self, norm: str, weight: Tensor) -> NormWeight:
+        """The weights of the rows in a norm ("layers.0.input_layernorm"), where the base has `weight`."""
+        ...
+
+    def add_head_delta(self, x: Tensor, logits: Tensor) -> None:
+        """logits += B(A x) in the rows that have LoRA on the head. x: [R, hidden_size]."""
+        ...
+
+    def at(self, rows: Tensor) -> "SideStep":
+        """The same for rows [R] of these."""
+        ...
+
+
 class LoraStep(Protocol):
     """The deltas of one step."""
+
+    @property
+    def side(self) -> SideStep | None:
+        """What is outside the linears; None where no adapter of the step has anything there."""
+        ...
 
     def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
         """Announces add_delta of the same x: what it needs no y for may run beside the base product."""
@@ -56,6 +81,10 @@ class DecoderInputs:
     positions: Tensor
     attention: AttentionPlan
     lora: LoraStep | None = None
+
+    @property
+    def side(self) -> SideStep | None:
+        return self.lora.side if self.lora is not None else None
 
 
 class Decoder:
@@ -81,11 +110,23 @@ class Decoder:
         self._embedding = checkpoint.read_rows(EMBEDDING, dtype=checkpoint.dtype_of(EMBEDDING), device=device)
         self._inv_freq = torch.tensor(config.rope.inv_freq, dtype=torch.float32, device=device)
         self._layers = [DecoderLayer(config, index, read) for index in range(config.num_layers)]
-        self._norm = read("model.norm.weight")
+        self._norm = Norm("norm", config.rms_norm_eps, read)
         # transformers, too, takes a head that is there, even if the config says that it is tied.
-        shares_table = HEAD not in checkpoint and dtype == self._embedding.dtype
-        head = HEAD if HEAD in checkpoint else EMBEDDING
+        self._has_own_head = HEAD in checkpoint
+        shares_table = not self._has_own_head and dtype == self._embedding.dtype
+        head = HEAD if self._has_own_head else EMBEDDING
         self._head = Linear(self._embedding if shares_table else read(head))
+
+    def linear(self, layer: int, name: str) -> Linear:
+        """A packed linear of a layer, by its name in the adapter layout."""
+        return self._layers[layer].linear(name)
+
+    def table(self, module: str) -> Tensor:
+        """The weight of "embed_tokens" or "lm_head", [vocab_size, hidden_size], of the checkpoint's or this
+        decoder's dtype: where it lies, or a copy of a head in a layout of its own."""
+        if module == "embed_tokens" or not self._has_own_head:
+            return self._embedding
+        return self._head.rows(0, self.config.vocab_size)
 
     def forward(self, inputs: DecoderInputs, pages: Tensor) -> Tensor:
         """The hidden states after the last layer; writes the keys and values of the step's tokens.
@@ -94,17 +135,25 @@ class Decoder:
         Returns [T, hidden_size].
         """
         x = self._embedding.index_select(0, inputs.tokens).to(self.dtype)
+        if inputs.side is not None:
+            inputs.side.embed(inputs.tokens, x)
         residual = torch.zeros_like(x)
         rotary = rotary_factors(inputs.positions, self._inv_freq, self.config.rope.scaling, self.dtype)
         for layer, kv in zip(self._layers, pages.unbind(1), strict=True):
             x = layer.forward(x, residual, rotary, inputs, kv)
         return residual.add_(x)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [R, hidden_size], rows of what forward() returned. Returns [R, vocab_size]: `out`, of this
-        decoder's dtype, where it is given; else a new tensor of float32, with the same values."""
-        normed = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self._head(normed).float() if out is None else self._head(normed, out)
+    def logits(self, hidden: Tensor, out: Tensor | None = None, *, side: SideStep | None = None) -> Tensor:
+        """hidden: [R, hidden_size], rows of what forward() returned. side: of these rows.
+
+        Returns [R, vocab_size]: `out`, of this decoder's dtype, where it is given; else a new tensor of
+        float32, with the same values.
+        """
+        normed = self._norm(hidden, side)
+        logits = self._head(normed, out)
+        if side is not None:
+            side.add_head_delta(normed, logits)
+        return logits.float() if out is None else logits
 
 
 def decoder_bytes(
@@ -120,6 +169,26 @@ def decoder_bytes(
     return table * checkpoint.dtype.itemsize + head + sum(map(math.prod, shapes.values())) * dtype.itemsize
 
 
+class Norm:
+    """A root-mean-square norm. path: in the model, without "model."."""
+
+    def __init__(self, path: str, eps: float, read: ReadRows) -> None:
+        self._path = path
+        self._eps = eps
+        self._weight = read(f"model.{path}.weight")
+
+    def __call__(self, x: Tensor, side: SideStep | None) -> Tensor:
+        """See kernels.norm.rms_norm. side: of the rows of x."""
+        return rms_norm(x, self._weight_of(side), self._eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor, side: SideStep | None) -> Tensor:
+        """See kernels.norm.add_rms_norm."""
+        return add_rms_norm(x, residual, self._weight_of(side), self._eps)
+
+    def _weight_of(self, side: SideStep | None) -> NormWeight:
+        return self._weight if side is None else side.norm_weight(self._path, self._weight)
+
+
 class DecoderLayer:
     """Attention and MLP, each behind a norm. What a block computes is added to the residual stream together
     with the next norm, so forward() takes the block before it and returns the block that is still to add.
@@ -128,7 +197,6 @@ class DecoderLayer:
     def __init__(self, config: DecoderConfig, index: int, read: ReadRows) -> None:
         prefix = f"model.layers.{index}"
         self._index = index
-        self._eps = config.rms_norm_eps
         self._window = config.windows[index]
         self._head_dim = config.head_dim
         self._num_heads = config.num_heads
@@ -137,21 +205,24 @@ class DecoderLayer:
             linear.name: _read_linear(linear, prefix, config.has_bias(linear.name), read)
             for linear in config.adapter_layout().linears
         }
-        self._input_norm = read(f"{prefix}.input_layernorm.weight")
-        self._post_attention_norm = read(f"{prefix}.post_attention_layernorm.weight")
+        norm = partial(Norm, eps=config.rms_norm_eps, read=read)
+        path = f"layers.{index}"
+        self._input_norm = norm(f"{path}.input_layernorm")
+        self._post_attention_norm = norm(f"{path}.post_attention_layernorm")
         self._qk_norm = (
-            (read(f"{prefix}.self_attn.q_norm.weight"), read(f"{prefix}.self_attn.k_norm.weight"))
-            if config.qk_norm
-            else None
+            (norm(f"{path}.self_attn.q_norm"), norm(f"{path}.self_attn.k_norm")) if config.qk_norm else None
         )
+
+    def linear(self, name: str) -> Linear:
+        return self._linears[name]
 
     def forward(
         self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], inputs: DecoderInputs, kv: Tensor
     ) -> Tensor:
         """x, residual: [T, hidden_size]; kv: [num_pages, 2, Hkv, page_size, D]. Returns [T, hidden_size]."""
-        x = add_rms_norm(x, residual, self._input_norm, self._eps)
+        x = self._input_norm.of_sum(x, residual, inputs.side)
         x = self._attention(x, rotary, inputs, kv)
-        x = add_rms_norm(x, residual, self._post_attention_norm, self._eps)
+        x = self._post_attention_norm.of_sum(x, residual, inputs.side)
         x = silu_mul(self._linear("gate_up_proj", x, inputs.lora))
         return self._linear("down_proj", x, inputs.lora)
 
@@ -162,8 +233,8 @@ class DecoderLayer:
         queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads : -self._num_kv_heads]
         if self._qk_norm is not None:
             q_norm, k_norm = self._qk_norm
-            queries.copy_(rms_norm(queries, q_norm, self._eps))
-            keys.copy_(rms_norm(keys, k_norm, self._eps))
+            queries.copy_(q_norm(queries, inputs.side))
+            keys.copy_(k_norm(keys, inputs.side))
         rotary_write_kv(heads, *rotary, kv, inputs.attention)
         return self._linear(
             "o_proj", paged_attention(queries, kv, inputs.attention, self._window), inputs.lora

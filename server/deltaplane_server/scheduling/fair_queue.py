@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
+from deltaplane_server.scheduling.lease import AdapterUid
 from deltaplane_server.scheduling.sequence import Sequence
 
 OUTPUT_TOKEN_COST = 2.0
@@ -22,11 +23,11 @@ _MIN_PRUNED = 4096
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What waits of one tenant for one adapter at one priority, in order."""
+    """What waits of one tenant for one adapter or composition at one priority, in order."""
 
     priority: int
     tenant: str
-    uid: int
+    uid: AdapterUid
     sequences: deque[Sequence] = field(default_factory=deque)
 
 
@@ -48,9 +49,9 @@ class FairQueue:
         self._prune_at = _MIN_PRUNED
         self._level = 0.0
         self._last_to_leave = ""
-        self._lanes: dict[tuple[int, str, int], _Lane] = {}
+        self._lanes: dict[tuple[int, str, AdapterUid], _Lane] = {}
         self._tenants: Counter[str] = Counter()
-        self._adapters: Counter[int] = Counter()
+        self._adapters: Counter[AdapterUid] = Counter()
         self._length = 0
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class FairQueue:
         counter = self._counters.get(tenant, self._level)
         self._counters[tenant] = counter + cost / self._weights.get(tenant, 1.0)
 
-    def in_order(self, closed: Collection[int]) -> Iterator[Sequence]:
+    def in_order(self, closed: Collection[AdapterUid]) -> Iterator[Sequence]:
         """All sequences in the order in which they are to be served, without those of adapters in `closed`.
 
         While it runs, the sequence it has just given may be removed, tenants charged and adapters closed; it
@@ -105,12 +106,12 @@ class FairQueue:
             if position < len(lane.sequences):
                 heappush(heap, self._entry(lane, position))
 
-    def has_adapter(self, uid: int) -> bool:
-        """Whether anything waits for this adapter version."""
+    def has_adapter(self, uid: AdapterUid) -> bool:
+        """Whether anything waits for this adapter version or composition."""
         return uid in self._adapters
 
-    def of_adapter(self, uid: int) -> Iterator[Sequence]:
-        """All that waits for this adapter version, in no particular order."""
+    def of_adapter(self, uid: AdapterUid) -> Iterator[Sequence]:
+        """All that waits for this adapter version or composition, in no particular order."""
         for lane in self._lanes.values():
             if lane.uid == uid:
                 yield from lane.sequences

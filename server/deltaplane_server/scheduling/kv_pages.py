@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 
+from deltaplane_server.scheduling.lease import AdapterUid, members
 from deltaplane_server.scheduling.sequence import Sequence
 
 _DIGEST_BYTES = 16
@@ -21,8 +22,8 @@ class KvPages:
     With prefix caching, a full page is found again by the digest of its tokens and of all tokens before
     them. Digests are 128 bits of BLAKE2b, chained from a secret of this process: a chance collision among
     2^40 pages has odds of 2^-49, and nobody can search for one without the secret, so that finding a digest
-    is proof enough. Each adapter version, and the base model, has a table of its own: KV is shared between
-    no two of them, whatever the digests.
+    is proof enough. Each adapter version, each composition with its weights, and the base model has a table
+    of its own: KV is shared between no two of them, whatever the digests.
 
     A cached page that nobody holds is idle: it counts as free, and is given away least recently used first,
     a sequence's last pages before its first ones.
@@ -37,8 +38,8 @@ class KvPages:
         self._free = list(range(num_pages - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
-        self._tables: dict[int, dict[bytes, int]] = {}
-        self._keys: list[tuple[int, bytes] | None] = [None] * num_pages
+        self._tables: dict[AdapterUid, dict[bytes, int]] = {}
+        self._keys: list[tuple[AdapterUid, bytes] | None] = [None] * num_pages
         self._secret = os.urandom(_DIGEST_BYTES)
 
     @property
@@ -106,13 +107,14 @@ class KvPages:
         sequence.num_computed = 0
 
     def forget(self, uid: int) -> None:
-        """Drops what is cached of an adapter version that is gone. Its uid is never used again, so this only
-        makes room sooner."""
-        for page in self._tables.pop(uid, {}).values():
-            self._keys[page] = None
-            if page in self._idle:
-                del self._idle[page]
-                self._free.append(page)
+        """Drops what is cached of an adapter version that is gone, and of compositions with it. Its uid is
+        never used again, so this only makes room sooner."""
+        for table in [table for table in self._tables if uid in members(table)]:
+            for page in self._tables.pop(table).values():
+                self._keys[page] = None
+                if page in self._idle:
+                    del self._idle[page]
+                    self._free.append(page)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Asserts that the books balance; `sequences`: all that may hold pages."""

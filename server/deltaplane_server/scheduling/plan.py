@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from deltaplane_server.scheduling.lease import Slots
 from deltaplane_server.scheduling.sequence import Sequence
 
 NO_SLOT = -1
@@ -12,14 +13,14 @@ NO_SLOT = -1
 class ScheduledSequence:
     """A sequence's share of a step: tokens[start : start + num_tokens] are computed.
 
-    slot: the adapter's slot, or NO_SLOT.
+    slot: the adapter's slot, those of a composition with their weights, or NO_SLOT.
     samples: whether the last of them yields the next token (false for a prefill chunk that is not the last).
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
-    slot: int
+    slot: Slots
     samples: bool
 
     @property
@@ -31,7 +32,7 @@ class ScheduledSequence:
 class StepPlan:
     """One step. Decodes (num_tokens == 1 and samples) come first, then prefill chunks.
 
-    Within decodes and within chunks, the rows of an adapter stand side by side.
+    Within decodes and within chunks, the rows of an adapter, and those of a composition, stand side by side.
 
     KV pages for all tokens of the step are already in each sequence's `pages`.
 
@@ -51,6 +52,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def num_adapters(self) -> int:
+        """Distinct adapters, members of compositions among them."""
+        slots: set[int] = set()
+        for where in {part.slot for part in self.scheduled}:
+            slots.update((where,) if isinstance(where, int) else (slot for slot, _ in where))
+        return len(slots - {NO_SLOT})
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)

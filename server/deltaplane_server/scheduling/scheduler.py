@@ -40,10 +40,10 @@ class _Draft:
         self.budget -= num_tokens
 
     def finish(self) -> StepPlan:
-        """The plan; within decodes and within prefills the rows of an adapter stand side by side, so that
-        its weights meet one run of rows."""
+        """The plan; within decodes and within prefills the rows of an adapter, and those of a composition,
+        stand side by side, so that its weights meet one run of rows."""
         for parts in (self.decodes, self.prefills):
-            parts.sort(key=lambda part: part.slot)
+            parts.sort(key=_group)
         self.plan.scheduled = self.decodes + self.prefills
         self.plan.num_decodes = len(self.decodes)
         return self.plan
@@ -310,6 +310,11 @@ def _deactivate(sequence: Sequence) -> None:
 def _has_all_tokens(sequence: Sequence) -> bool:
     """Whether no further token is to be drawn, though the last one may still be on its way."""
     return sequence.num_drawn >= sequence.stop.max_tokens
+
+
+def _group(part: ScheduledSequence) -> int:
+    """The same for all parts of one adapter or composition."""
+    return hash(part.sequence.adapter_uid)
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from deltaplane_server.scheduling.lease import AdapterLease
+from deltaplane_server.scheduling.lease import AdapterLease, AdapterUid, Slots
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 
 
@@ -24,8 +24,9 @@ class Sequence:
     num_steps: steps under way that compute tokens of this sequence.
     num_computed: tokens whose KV is in `pages`, or will be after the steps under way; 0 after a preemption.
     pages: KV page ids, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
-    lease: the adapter version that answers; None for the base model.
-    slot: the adapter's slot while running; -1 for the base model.
+    lease: the adapter version that answers, or several; None for the base model.
+    adapter_uid: identity of what answers.
+    slot: where that is while running; -1 for the base model.
     page_digests: prefix-cache digests of the full pages at its start, as far as they were asked for.
     arrival, started: seconds on the scheduler's clock when it was accepted, and when it first was in a step.
     blocked_since: when it was first passed over for want of KV pages; None where it was not.
@@ -53,10 +54,14 @@ class Sequence:
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
     page_digests: list[bytes] = field(default_factory=list)
-    slot: int = -1
+    slot: Slots = -1
     started: float | None = None
     blocked_since: float | None = None
     adapter_wait: float = 0.0
+    adapter_uid: AdapterUid = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adapter_uid = self.lease.uid if self.lease is not None else 0
 
     @property
     def num_tokens(self) -> int:
@@ -76,8 +81,3 @@ class Sequence:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.num_prompt :]
-
-    @property
-    def adapter_uid(self) -> int:
-        """Identity of the adapter version, unique in this process; 0 is the base model."""
-        return self.lease.uid if self.lease is not None else 0

@@ -37,9 +37,19 @@ class GrpcServerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._refused = Counter(
+            "deltaplane_unauthenticated_calls",
+            "Calls that brought no token that is accepted, by reason; they count nowhere else.",
+            ("grpc_service", "reason"),
+            registry=registry,
+        )
+
+    def count_refused(self, service: str, reason: str) -> None:
+        """Counts a call to a port whose token was not accepted. service: which the port is for."""
+        self._refused.labels(service, reason).inc()
 
     def interceptor(self) -> grpc.aio.ServerInterceptor:
-        """To be the outermost one of a server."""
+        """To be the outermost one of a server, but for one that refuses calls."""
         return _Interceptor(self)
 
 

@@ -12,8 +12,19 @@ from structlog.typing import Processor
 
 from deltaplane_server.config import LogFormat
 
-_CHATTY = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "transformers", "urllib3")
-"""Libraries whose news are of no use to who runs a server; their warnings are."""
+_CHATTY = (
+    "asyncio",
+    "botocore",
+    "filelock",
+    "httpcore",
+    "httpcore2",
+    "httpx",
+    "httpx2",
+    "huggingface_hub",
+    "transformers",
+    "urllib3",
+)
+"""Libraries whose news are of no use to who runs a server, or show signed URLs; their warnings are."""
 
 _SHARED: list[Processor] = [
     structlog.contextvars.merge_contextvars,

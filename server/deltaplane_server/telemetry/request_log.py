@@ -11,8 +11,14 @@ import structlog
 from deltaplane.v1 import generation_pb2 as pb
 from deltaplane_controlplane.errors import DeltaplaneError, InvalidArgumentError
 from deltaplane_controlplane.status import status_code
-from deltaplane_server.engine.api import Finish, GenerationRequest, OutputDelta, Usage
+from deltaplane_server.engine.api import AdapterUse, Finish, GenerationRequest, OutputDelta, Usage
 from deltaplane_server.telemetry.grpc_metrics import Context, answered_code, failed_code
+
+_MAX_NAME_LENGTH = 128
+"""No single name of a request that is served is longer; one that is refused for it is cut off."""
+
+_MAX_FIELDS = 16
+"""Named of those that are out of bounds."""
 
 log = structlog.get_logger(__name__)
 
@@ -21,6 +27,7 @@ log = structlog.get_logger(__name__)
 class RequestRecord:
     """What is known of a request so far.
 
+    adapter: who answers, in one word. adapters: the same once it is accepted, with versions and weights.
     finish: how its outputs ended, one each.
     first_token: seconds on the monotonic clock.
     """
@@ -28,7 +35,7 @@ class RequestRecord:
     request_id: str
     adapter: str
     peer: str
-    adapter_version: int = 0
+    adapters: tuple[AdapterUse, ...] = ()
     trace_id: str | None = None
     prompt: object = None
     prompt_tokens: int = 0
@@ -40,7 +47,7 @@ class RequestRecord:
 
     def accept(self, request: GenerationRequest) -> None:
         """Notes what a request is answered from."""
-        self.adapter, self.adapter_version = request.adapter, request.adapter_version
+        self.adapter, self.adapters = request.adapter, request.adapters
         self.prompt_tokens = len(request.prompt_tokens)
 
     def add(self, delta: OutputDelta) -> None:
@@ -60,7 +67,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "peer": self.peer,
             "adapter": self.adapter,
-            "adapter_version": self.adapter_version,
+            **self._versions(),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "queue_ms": _ms(self.usage.queue_ms if self.usage else None),
@@ -72,6 +79,12 @@ class RequestRecord:
             "prompt": self.prompt,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+    def _versions(self) -> dict[str, object]:
+        """The version of the adapter; of several, their versions and weights."""
+        if len(self.adapters) > 1 or any(use.weight != 1 for use in self.adapters):
+            return {"adapters": [f"{use.adapter}@{use.version} * {use.weight:g}" for use in self.adapters]}
+        return {"adapter_version": self.adapters[0].version if self.adapters else 0}
 
 
 class RequestLog:
@@ -88,7 +101,11 @@ class RequestLog:
         prompt = _prompt(request) if self._log_prompts else None
         # The peer is asked for now: of a call that is over, grpcio reads freed memory.
         record = RequestRecord(
-            request.request_id, request.adapter, peer=context.peer(), trace_id=trace_id, prompt=prompt
+            request_id=request.request_id[:_MAX_NAME_LENGTH],
+            adapter=_asked_for(request)[:_MAX_NAME_LENGTH],
+            peer=context.peer(),
+            trace_id=trace_id,
+            prompt=prompt,
         )
         failure: BaseException | None = None
         try:
@@ -122,8 +139,13 @@ def _reason(failure: BaseException | None) -> dict[str, object]:
         return {}
     reason: dict[str, object] = {"reason": failure.reason}
     if isinstance(failure, InvalidArgumentError) and failure.violations:
-        reason["fields"] = [violation.field for violation in failure.violations]
+        reason["fields"] = [violation.field for violation in failure.violations[:_MAX_FIELDS]]
     return reason
+
+
+def _asked_for(request: pb.GenerateRequest) -> str:
+    """Who is to answer, as long as nobody has checked it."""
+    return request.adapter or "+".join(sorted(term.adapter for term in request.adapters[:_MAX_NAME_LENGTH]))
 
 
 def _prompt(request: pb.GenerateRequest) -> object:

@@ -26,7 +26,7 @@ class Plane:
             if config.credentials
             else grpc.aio.insecure_channel(address, options=config.arguments())
         )
-        self._metadata = tuple(config.metadata)
+        self._metadata = config.call_metadata
         self._retry = retry
 
     async def unary(
@@ -40,7 +40,7 @@ class Plane:
         """Calls and waits for the answer."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=idempotent)
         return await self._try(
-            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata), attempts
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata()), attempts
         )
 
     async def upload(
@@ -59,7 +59,7 @@ class Plane:
         attempts = Attempts(self._retry, timeout=timeout, idempotent=False)
 
         async def call() -> Response:
-            call = method(timeout=attempts.remaining(), metadata=self._metadata)
+            call = method(timeout=attempts.remaining(), metadata=self._metadata())
             try:
                 async for request in requests():
                     await call.write(request)
@@ -93,7 +93,7 @@ class Plane:
         """Calls at once and gives the stream."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=True)
         return AsyncStream(
-            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata),
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata()),
             attempts,
             self.address,
         )

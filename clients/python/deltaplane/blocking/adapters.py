@@ -3,20 +3,34 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from deltaplane import requests
+import grpc
+
+from deltaplane import adapter_requests
 from deltaplane.adapter_files import upload_header, upload_requests
+from deltaplane.adapter_requests import Tier
 from deltaplane.blocking.calls import Plane, Stream
+from deltaplane.blocking.operations import OperationClient
 from deltaplane.channel import DEFAULT_ADMIN_ADDRESS, ChannelConfig
-from deltaplane.requests import Tier
 from deltaplane.retry import RetryPolicy
 from deltaplane.v1 import adapters_pb2, adapters_pb2_grpc
 from deltaplane.v1.adapters_pb2 import Adapter, Capacity, Slot, WatchAdaptersResponse
 
+_Change = TypeVar(
+    "_Change",
+    adapters_pb2.RegisterAdapterRequest,
+    adapters_pb2.UpdateAdapterRequest,
+    adapters_pb2.DeleteAdapterRequest,
+    adapters_pb2.EvictAdapterRequest,
+    adapters_pb2.RollbackAdapterRequest,
+)
+
 
 class AdapterClient:
     """Administers a server's adapters and blocks; `Client.adapters` is one. Threads may share it.
+
+    operations: the calls that were told to return immediately, and others that take their time.
 
     Every call takes a `timeout` in seconds, over all its tries, and raises deltaplane.errors.DeltaplaneError.
     """
@@ -30,6 +44,7 @@ class AdapterClient:
     ) -> None:
         self._plane = Plane(address, channel or ChannelConfig(), retry)
         self._stub = adapters_pb2_grpc.AdapterServiceStub(self._plane.channel)
+        self.operations = OperationClient(self._plane)
 
     def __enter__(self) -> Self:
         return self
@@ -53,17 +68,20 @@ class AdapterClient:
         expected_digest: str = "",
         validate_only: bool = False,
         idempotency_key: str = "",
+        return_immediately: bool = False,
         timeout: float | None = None,
     ) -> Adapter:
-        """Makes a PEFT folder known under a name.
+        """Makes a PEFT adapter known under a name.
 
-        source: the folder, as the server sees it, under one of its allowed roots.
+        source: a folder, as the server sees it, under one of its allowed roots; or where the server is to
+            fetch it from, such as "hf://organisation/name@revision", "https://..." or "s3://bucket/prefix".
         load_tier: where to bring it at once; nowhere by default.
         expected_digest: refuse the files unless their SHA-256 is this.
         validate_only: check everything and change nothing.
         idempotency_key: a UUID; the same call sent again within ten minutes gets the first one's answer.
+        return_immediately: do not wait for a fetch. The answer's `operation` is what `operations` tells of.
         """
-        request = requests.register_adapter(
+        request = adapter_requests.register_adapter(
             name,
             source,
             labels=labels,
@@ -71,8 +89,9 @@ class AdapterClient:
             expected_digest=expected_digest,
             validate_only=validate_only,
             idempotency_key=idempotency_key,
+            return_immediately=return_immediately,
         )
-        return self._plane.unary(self._stub.RegisterAdapter, request, timeout=timeout)
+        return self._change(self._stub.RegisterAdapter, request, timeout)
 
     def upload(
         self,
@@ -81,6 +100,11 @@ class AdapterClient:
         *,
         labels: Mapping[str, str] | None = None,
         replace: bool = False,
+        etag: str = "",
+        keep_previous: bool = False,
+        load_tier: Tier | None = None,
+        validate_only: bool = False,
+        idempotency_key: str = "",
         timeout: float | None = None,
     ) -> Adapter:
         """Sends a PEFT folder of this machine to the server and makes it known under a name. The server keeps
@@ -88,9 +112,20 @@ class AdapterClient:
 
         folder: has adapter_config.json and adapter_model.safetensors.
         replace: give these files to the adapter of this name, as update() does; its labels stay where none
-            are given.
+            are given. With it, `etag` and `keep_previous` are as in update().
+        The rest as in register().
         """
-        header = upload_header(name, folder, labels, replace)
+        header = upload_header(
+            name,
+            folder,
+            labels=labels,
+            replace=replace,
+            etag=etag,
+            keep_previous=keep_previous,
+            load_tier=load_tier,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
         return self._plane.upload(
             self._stub.UploadAdapter, lambda: upload_requests(header, folder), timeout=timeout
         )
@@ -127,15 +162,16 @@ class AdapterClient:
         validate_only: bool = False,
         keep_previous: bool = False,
         idempotency_key: str = "",
+        return_immediately: bool = False,
         timeout: float | None = None,
     ) -> Adapter:
         """Gives an adapter new files, which become a new version, or new labels. What is None stays.
 
         etag: refuse unless the adapter's etag is this.
-        keep_previous: keep the old version for rollback().
+        keep_previous: keep the old version for rollback(); pin() with its number keeps its weights too.
         The rest as in register().
         """
-        request = requests.update_adapter(
+        request = adapter_requests.update_adapter(
             name,
             source=source,
             labels=labels,
@@ -144,8 +180,9 @@ class AdapterClient:
             validate_only=validate_only,
             keep_previous=keep_previous,
             idempotency_key=idempotency_key,
+            return_immediately=return_immediately,
         )
-        return self._plane.unary(self._stub.UpdateAdapter, request, timeout=timeout)
+        return self._change(self._stub.UpdateAdapter, request, timeout)
 
     def delete(
         self,
@@ -155,6 +192,9 @@ class AdapterClient:
         drain_timeout: float | None = None,
         force: bool = False,
         allow_missing: bool = False,
+        validate_only: bool = False,
+        wait_until_gone: bool = False,
+        idempotency_key: str = "",
         timeout: float | None = None,
     ) -> Adapter:
         """Forgets an adapter; new requests are refused at once.
@@ -163,56 +203,144 @@ class AdapterClient:
             aborts them at once.
         force: delete it even though it is pinned.
         allow_missing: a missing adapter is no error.
+        wait_until_gone: answer when its last stream has ended. Else the answer's `operation` ends then.
+        The rest as in register().
         """
-        request = requests.delete_adapter(
-            name, etag=etag, drain_timeout=drain_timeout, force=force, allow_missing=allow_missing
+        request = adapter_requests.delete_adapter(
+            name,
+            etag=etag,
+            drain_timeout=drain_timeout,
+            force=force,
+            allow_missing=allow_missing,
+            validate_only=validate_only,
+            wait_until_gone=wait_until_gone,
+            idempotency_key=idempotency_key,
         )
-        return self._plane.unary(self._stub.DeleteAdapter, request, timeout=timeout)
+        return self._change(self._stub.DeleteAdapter, request, timeout)
 
     def load(
         self,
         name: str,
         tier: Tier = "device",
         *,
+        version: int | None = None,
         return_immediately: bool = False,
+        validate_only: bool = False,
+        idempotency_key: str = "",
         timeout: float | None = None,
     ) -> Adapter:
-        """Brings an adapter's weights to a tier, and waits for it unless told to return immediately."""
+        """Brings an adapter's weights to a tier, and waits for it unless told to return immediately.
+
+        version: one that is kept; the current one by default.
+        """
         request = adapters_pb2.LoadAdapterRequest(
-            name=name, tier=requests.tier(tier), return_immediately=return_immediately
+            name=name,
+            tier=adapter_requests.tier(tier),
+            version=version,
+            return_immediately=return_immediately,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
         )
         return self._plane.unary(self._stub.LoadAdapter, request, timeout=timeout, idempotent=True)
 
-    def evict(self, name: str, tier: Tier = "device", *, timeout: float | None = None) -> Adapter:
-        """Takes an adapter's weights out of a tier; out of "host" means out of both."""
-        request = adapters_pb2.EvictAdapterRequest(name=name, tier=requests.tier(tier))
-        return self._plane.unary(self._stub.EvictAdapter, request, timeout=timeout)
+    def evict(
+        self,
+        name: str,
+        tier: Tier = "device",
+        *,
+        version: int | None = None,
+        when_idle: bool = False,
+        return_immediately: bool = False,
+        validate_only: bool = False,
+        idempotency_key: str = "",
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Takes an adapter's weights out of a tier; out of "host" means out of both.
+
+        version: one that is kept or drains; the current one by default.
+        when_idle: wait until nothing uses it, instead of failing where something does.
+        """
+        request = adapters_pb2.EvictAdapterRequest(
+            name=name,
+            tier=adapter_requests.tier(tier),
+            version=version,
+            when_idle=when_idle,
+            return_immediately=return_immediately,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        return self._change(self._stub.EvictAdapter, request, timeout)
 
     def pin(
         self,
         name: str,
         tier: Tier = "device",
         *,
+        version: int | None = None,
+        etag: str = "",
         return_immediately: bool = False,
+        validate_only: bool = False,
+        idempotency_key: str = "",
         timeout: float | None = None,
     ) -> Adapter:
-        """Brings an adapter to a tier and keeps it there. All slots but one may be pinned."""
-        request = adapters_pb2.PinAdapterRequest(
-            name=name, tier=requests.tier(tier), return_immediately=return_immediately
-        )
-        return self._plane.unary(self._stub.PinAdapter, request, timeout=timeout, idempotent=True)
+        """Brings an adapter to a tier and keeps it there. Each tier has a pin of its own; all slots but one
+        may be pinned.
 
-    def unpin(self, name: str, *, timeout: float | None = None) -> Adapter:
-        """Lets a pinned adapter be evicted again."""
-        request = adapters_pb2.UnpinAdapterRequest(name=name)
-        return self._plane.unary(self._stub.UnpinAdapter, request, timeout=timeout, idempotent=True)
+        version: one that is kept, to have it ready for rollback(); by default whichever is current.
+        """
+        request = adapters_pb2.PinAdapterRequest(
+            name=name,
+            tier=adapter_requests.tier(tier),
+            version=version,
+            etag=etag,
+            return_immediately=return_immediately,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        return self._plane.unary(self._stub.PinAdapter, request, timeout=timeout, idempotent=not etag)
+
+    def unpin(
+        self,
+        name: str,
+        tier: Tier | None = None,
+        *,
+        version: int | None = None,
+        etag: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Lets a pinned adapter, or a version that is kept, be evicted again from a tier; from both by
+        default."""
+        request = adapters_pb2.UnpinAdapterRequest(
+            name=name,
+            tier=adapter_requests.tier(tier),
+            version=version,
+            etag=etag,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        return self._plane.unary(self._stub.UnpinAdapter, request, timeout=timeout, idempotent=not etag)
 
     def rollback(
-        self, name: str, version: int | None = None, *, etag: str = "", timeout: float | None = None
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        etag: str = "",
+        validate_only: bool = False,
+        idempotency_key: str = "",
+        timeout: float | None = None,
     ) -> Adapter:
         """Makes an earlier version that was kept the current one; the one before by default."""
-        request = adapters_pb2.RollbackAdapterRequest(name=name, version=version, etag=etag)
-        return self._plane.unary(self._stub.RollbackAdapter, request, timeout=timeout)
+        request = adapters_pb2.RollbackAdapterRequest(
+            name=name,
+            version=version,
+            etag=etag,
+            validate_only=validate_only,
+            idempotency_key=idempotency_key,
+        )
+        return self._change(self._stub.RollbackAdapter, request, timeout)
 
     def slots(self, *, timeout: float | None = None) -> Sequence[Slot]:
         """The device slots, free ones too, in order of slot."""
@@ -237,3 +365,13 @@ class AdapterClient:
     def is_serving(self, *, timeout: float | None = None) -> bool:
         """Whether the control plane takes requests."""
         return self._plane.is_serving(timeout)
+
+    def _change(
+        self,
+        method: "grpc.UnaryUnaryMultiCallable[_Change, Adapter]",
+        request: _Change,
+        timeout: float | None,
+    ) -> Adapter:
+        """A change that has an idempotency key may be sent again when nobody knows if the server saw it."""
+        key = request.idempotency_key
+        return self._plane.unary(method, request, timeout=timeout, idempotent=bool(key))

@@ -27,7 +27,7 @@ class Plane:
             if config.credentials
             else grpc.insecure_channel(address, options=config.arguments())
         )
-        self._metadata = tuple(config.metadata)
+        self._metadata = config.call_metadata
         self._retry = retry
 
     def unary(
@@ -41,7 +41,7 @@ class Plane:
         """Calls and waits for the answer."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=idempotent)
         return self._try(
-            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata), attempts
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata()), attempts
         )
 
     def upload(
@@ -54,7 +54,7 @@ class Plane:
         """Calls, sends all requests and waits for the answer. Each try asks for the requests anew."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=False)
         return self._try(
-            lambda: method(requests(), timeout=attempts.remaining(), metadata=self._metadata), attempts
+            lambda: method(requests(), timeout=attempts.remaining(), metadata=self._metadata()), attempts
         )
 
     def _try(self, call: Callable[[], Response], attempts: Attempts) -> Response:
@@ -78,7 +78,7 @@ class Plane:
         """Calls at once and gives the stream."""
         attempts = Attempts(self._retry, timeout=timeout, idempotent=True)
         return Stream(
-            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata),
+            lambda: method(request, timeout=attempts.remaining(), metadata=self._metadata()),
             attempts,
             self.address,
         )

@@ -23,7 +23,8 @@ class Client:
 
     address, admin_address: host:port of the data plane and of the control plane, which `adapters` calls.
     retry: tries calls again where that is safe (see deltaplane.retry); without it each is tried once.
-    channel: TLS, keepalive, metadata.
+    channel: TLS, token, keepalive, metadata.
+    admin_channel: the same for the control plane, where it differs.
 
     Every call takes a `timeout` in seconds, over all its tries, and raises deltaplane.errors.DeltaplaneError.
     """
@@ -35,8 +36,9 @@ class Client:
         *,
         retry: RetryPolicy | None = None,
         channel: ChannelConfig | None = None,
+        admin_channel: ChannelConfig | None = None,
     ) -> None:
-        self.adapters = AdapterClient(admin_address, retry=retry, channel=channel)
+        self.adapters = AdapterClient(admin_address, retry=retry, channel=admin_channel or channel)
         self._plane = Plane(address, channel or ChannelConfig(), retry)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._plane.channel)
 

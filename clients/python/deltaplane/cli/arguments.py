@@ -31,6 +31,23 @@ def seconds(text: str) -> float:
     return value
 
 
+def adapters(text: str) -> tuple[str, dict[str, float]]:
+    """NAME, or several to add up: NAME[:WEIGHT]+NAME[:WEIGHT]... Answers the text, and weights of several."""
+    weights: dict[str, float] = {}
+    for term in text.split("+"):
+        name, colon, weight = term.partition(":")
+        try:
+            value = float(weight) if colon else 1.0
+        except ValueError:
+            value = math.nan
+        if not name or name in weights or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no adapter, nor several to add up; give NAME, or such as legal:0.7+story:0.3"
+            )
+        weights[name] = value
+    return text, {} if text in weights else weights
+
+
 def label(text: str) -> tuple[str, str]:
     """KEY=VALUE."""
     key, equals, value = text.partition("=")

@@ -1,15 +1,15 @@
-"""deltactl generate: the base model or one adapter as plain text, several side by side."""
+"""deltactl generate: the base model, an adapter or a sum of several as plain text, or more side by side."""
 
 import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from deltaplane.aio.client import AsyncClient
-from deltaplane.cli import show
+from deltaplane.cli import arguments as kinds
+from deltaplane.cli import connection, show
 from deltaplane.cli.arguments import Add
 from deltaplane.cli.side_by_side import Pane, shown
 from deltaplane.cli.tables import show_usage
@@ -27,7 +27,13 @@ def add_command(add: Add) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     models = parser.add_argument_group("who answers (default: the base model)")
     models.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME", help="an adapter; may be given again"
+        "--adapter",
+        dest="who",
+        type=kinds.adapters,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an adapter, or several that are added up, such as legal:0.7+story:0.3; may be given again",
     )
     models.add_argument("--base", action="store_true", help="the base model too, beside the adapters")
     prompt = parser.add_argument_group("prompt")
@@ -74,10 +80,15 @@ def _add_options(group: "argparse._ArgumentGroup") -> None:
 
 @dataclass
 class Stream:
-    """One request under way: of an adapter, or of the base model where that is empty."""
+    """One request under way.
 
-    adapter: str
-    completion: Completion
+    adapter: who answers, as the command line says; the base model where that is empty.
+    weights: of several adapters that are added up.
+    """
+
+    adapter: str = ""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    completion: Completion = field(default_factory=Completion)
     error: DeltaplaneError | None = None
 
     @property
@@ -87,9 +98,9 @@ class Stream:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Exit code 1 when any of the streams failed; the others go on to their end."""
-    adapters = list(dict.fromkeys(arguments.adapter))
-    names = ([""] if arguments.base or not adapters else []) + adapters
-    streams = [Stream(name, Completion()) for name in names]
+    streams = [Stream(*who) for who in dict(arguments.who).items()]
+    if arguments.base or not streams:
+        streams.insert(0, Stream())
     asyncio.run(_generate(arguments, streams))
     if arguments.stats and not arguments.json:
         print()
@@ -108,13 +119,17 @@ async def _generate(arguments: argparse.Namespace, streams: Sequence[Stream]) ->
         {name: value for name, value in vars(arguments).items() if name in GenerateOptions.__optional_keys__},
     )
     prompt = _prompt(arguments)
-    async with AsyncClient(arguments.address, arguments.admin_address) as client:
+    async with connection.async_client(arguments) as client:
         with _display(arguments, streams) as display:
 
             async def run(stream: Stream) -> None:
-                options["adapter"] = stream.adapter
+                own = options.copy()
+                if stream.weights:
+                    own["adapters"] = stream.weights
+                else:
+                    own["adapter"] = stream.adapter
                 try:
-                    async for delta in client.generate(prompt, timeout=arguments.timeout, **options):
+                    async for delta in client.generate(prompt, timeout=arguments.timeout, **own):
                         stream.completion.add(delta)
                         display.add(stream, delta)
                 except DeltaplaneError as error:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from deltaplane.channel import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
-from deltaplane.cli import adapters, generate, server, show
+from deltaplane.cli import adapters, connection, generate, operations, server, show
 from deltaplane.cli import arguments as kinds
 from deltaplane.cli.arguments import Add, Command
 from deltaplane.errors import DeltaplaneError
@@ -52,6 +51,12 @@ def argument_parser() -> argparse.ArgumentParser:
         "adapters", help="see and change the adapters", description="See and change the adapters."
     )
     adapters.add_commands(_adder(group.add_subparsers(required=True, metavar="COMMAND")))
+    group = commands.add_parser(
+        "operations",
+        help="follow and cancel calls that take their time",
+        description="Follow and cancel calls that take their time.",
+    )
+    operations.add_commands(_adder(group.add_subparsers(required=True, metavar="COMMAND")))
     server.add_commands(_adder(commands))
     generate.add_command(_adder(commands))
     return parser
@@ -75,25 +80,12 @@ def _adder(commands: "argparse._SubParsersAction[_OneLineParser]") -> Add:
 def _common(*, is_root: bool) -> _OneLineParser:
     """The options that stand before or after a command; after it they have no defaults that would win."""
     parser = _OneLineParser(add_help=False)
-    group = parser.add_argument_group("server and output")
 
     def default(value: object) -> object:
         return value if is_root else argparse.SUPPRESS
 
-    group.add_argument(
-        "--address",
-        type=kinds.address,
-        metavar="HOST:PORT",
-        default=default(os.environ.get("DELTAPLANE_ADDRESS", DEFAULT_ADDRESS)),
-        help=f"the data plane (default: $DELTAPLANE_ADDRESS, else {DEFAULT_ADDRESS})",
-    )
-    group.add_argument(
-        "--admin-address",
-        type=kinds.address,
-        metavar="HOST:PORT",
-        default=default(os.environ.get("DELTAPLANE_ADMIN_ADDRESS", DEFAULT_ADMIN_ADDRESS)),
-        help=f"the control plane (default: $DELTAPLANE_ADMIN_ADDRESS, else {DEFAULT_ADMIN_ADDRESS})",
-    )
+    connection.add_options(parser, default)
+    group = parser.add_argument_group("output")
     group.add_argument(
         "--timeout",
         type=kinds.seconds,

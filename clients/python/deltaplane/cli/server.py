@@ -2,9 +2,7 @@
 
 import argparse
 
-from deltaplane.blocking.adapters import AdapterClient
-from deltaplane.blocking.client import Client
-from deltaplane.cli import show, tables
+from deltaplane.cli import connection, show, tables
 from deltaplane.cli.arguments import Add
 
 
@@ -20,7 +18,7 @@ def add_commands(add: Add) -> None:
 
 
 def slots(arguments: argparse.Namespace) -> int:
-    with AdapterClient(arguments.admin_address) as client:
+    with connection.admin_client(arguments) as client:
         found = client.slots(timeout=arguments.timeout)
     if arguments.json:
         show.print_json([show.as_json(slot) for slot in found])
@@ -30,7 +28,7 @@ def slots(arguments: argparse.Namespace) -> int:
 
 
 def capacity(arguments: argparse.Namespace) -> int:
-    with AdapterClient(arguments.admin_address) as client:
+    with connection.admin_client(arguments) as client:
         found = client.capacity(arguments.rank, timeout=arguments.timeout)
     if arguments.json:
         show.print_json(show.as_json(found))
@@ -40,7 +38,7 @@ def capacity(arguments: argparse.Namespace) -> int:
 
 
 def model(arguments: argparse.Namespace) -> int:
-    with Client(arguments.address, arguments.admin_address) as client:
+    with connection.client(arguments) as client:
         found = client.model(timeout=arguments.timeout)
     if arguments.json:
         show.print_json(show.as_json(found))
@@ -50,7 +48,7 @@ def model(arguments: argparse.Namespace) -> int:
 
 
 def health(arguments: argparse.Namespace) -> int:
-    with Client(arguments.address, arguments.admin_address) as client:
+    with connection.client(arguments) as client:
         planes = {
             "data plane": (arguments.address, client.is_serving(timeout=arguments.timeout)),
             "control plane": (arguments.admin_address, client.adapters.is_serving(timeout=arguments.timeout)),

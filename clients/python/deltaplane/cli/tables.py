@@ -9,18 +9,20 @@ from deltaplane.v1.adapters_pb2 import (
     AdapterTier,
     AdapterVersion,
     Capacity,
+    Eviction,
     LoadTimings,
     RankCapacity,
     Slot,
     TierCapacity,
 )
 from deltaplane.v1.generation_pb2 import Model, Usage
+from deltaplane.v1.operations_pb2 import Operation, OperationKind, OperationState
 
 _ADAPTER: Mapping[str, Callable[[Adapter], object]] = {
     "name": lambda adapter: adapter.name,
     "version": lambda adapter: adapter.version,
     "state": lambda adapter: state(adapter.state),
-    "pinned": lambda adapter: tier(adapter.pinned_tier),
+    "pinned": lambda adapter: tiers(adapter.pinned_tiers),
     "rank": lambda adapter: adapter.rank,
     "slot": lambda adapter: adapter.slot if adapter.HasField("slot") else "",
     "leases": lambda adapter: adapter.leases,
@@ -30,6 +32,7 @@ _ADAPTER: Mapping[str, Callable[[Adapter], object]] = {
     "misses": lambda adapter: adapter.misses,
     "size": lambda adapter: size(adapter.device_bytes),
     "last use": lambda adapter: age(adapter.last_use_time),
+    "operation": lambda adapter: adapter.operation,
     "reason": lambda adapter: adapter.state_reason,
 }
 
@@ -37,9 +40,22 @@ _OTHER_VERSION: Mapping[str, Callable[[AdapterVersion], object]] = {
     "other version": lambda version: version.version,
     "state": lambda version: state(version.state),
     "leases": lambda version: version.leases,
+    "in": lambda version: tiers(version.tiers),
+    "pinned": lambda version: tiers(version.pinned_tiers),
     "slot": lambda version: version.slot if version.HasField("slot") else "",
     "digest": lambda version: version.digest,
     "reason": lambda version: version.state_reason,
+}
+
+_OPERATION: Mapping[str, Callable[[Operation], object]] = {
+    "operation": lambda operation: operation.id,
+    "call": lambda operation: OperationKind.Name(operation.kind).removeprefix("OPERATION_KIND_").lower(),
+    "adapter": lambda operation: operation.adapter,
+    "state": lambda operation: OperationState.Name(operation.state).removeprefix("OPERATION_STATE_"),
+    "stage": lambda operation: _progress(operation),
+    "begun": lambda operation: age(operation.create_time),
+    "ended": lambda operation: age(operation.end_time),
+    "error": lambda operation: operation.error.message,
 }
 
 _SLOT: Mapping[str, Callable[[Slot], object]] = {
@@ -64,6 +80,7 @@ _RANK: Mapping[str, Callable[[RankCapacity], object]] = {
     "fit at once": lambda rank: rank.fit_free,
     "fit with eviction": lambda rank: rank.fit_available,
     "fit in host memory": lambda rank: rank.fit_host,
+    "may be pinned": lambda rank: rank.fit_pinned,
 }
 
 _USAGE: Mapping[str, Callable[[tuple[str, Usage]], object]] = {
@@ -101,6 +118,7 @@ def show_adapter(adapter: Adapter) -> None:
             "version": adapter.version,
             "state": state(adapter.state),
             "reason": adapter.state_reason,
+            "operation": adapter.operation,
             "source": adapter.source,
             "digest": adapter.digest,
             "base model": adapter.base_model,
@@ -111,9 +129,11 @@ def show_adapter(adapter: Adapter) -> None:
             "alpha": f"{adapter.alpha:g}" + (" (rsLoRA)" if adapter.rslora else ""),
             "modules": " ".join(adapter.target_modules),
             "layers": adapter.num_layers,
+            "features": " ".join(adapter.features),
+            "in": tiers(adapter.tiers),
             "slot": adapter.slot if adapter.HasField("slot") else "",
             "rank pages": " ".join(map(str, adapter.pages)),
-            "pinned": tier(adapter.pinned_tier),
+            "pinned": tiers(adapter.pinned_tiers),
             "requests": f"{adapter.leases} hold it, {adapter.running} sequences run",
             "lru": adapter.lru_position if adapter.HasField("lru_position") else "",
             "files": size(adapter.source_bytes),
@@ -125,6 +145,7 @@ def show_adapter(adapter: Adapter) -> None:
             "use": f"{adapter.hits} hits, {adapter.misses} misses",
             "moves": f"{adapter.loads} loads, {adapter.evictions} evictions",
             "last load": _load(adapter.last_load) if adapter.HasField("last_load") else "",
+            "last eviction": _eviction(adapter.last_eviction) if adapter.HasField("last_eviction") else "",
         }
     )
     if adapter.other_versions:
@@ -136,6 +157,8 @@ def show_capacity(capacity: Capacity) -> None:
     print_facts(
         {
             "slots": f"{capacity.free_slots} free, {capacity.available_slots} available, of {capacity.slots}",
+            "pins": f"{capacity.pinned_slots} of {capacity.max_pinned_slots} slots, "
+            f"{capacity.pinned_rank_pages} rank pages",
             "rank pages": f"{capacity.free_rank_pages} free of {capacity.rank_pages}, "
             f"{capacity.rank_page_rows} rows each",
             "KV pages": f"{capacity.free_kv_pages} free of {capacity.kv_pages}, "
@@ -162,6 +185,7 @@ def show_model(model: Model) -> None:
             "end tokens": " ".join(map(str, model.eos_token_ids)),
             "chat template": "yes" if model.has_chat_template else "no",
             "adapters": f"{model.max_loras} at once, rank {model.max_lora_rank} at most",
+            "added up": f"{model.max_composition_rows} rank rows at most",
             "KV pages": f"{model.kv_pages} of {model.kv_page_size} tokens",
             "most outputs": model.max_outputs,
             "most logprobs": model.max_logprobs,
@@ -182,16 +206,46 @@ def tier(value: "AdapterTier.ValueType") -> str:
     return "" if name == "unspecified" else name
 
 
+def tiers(values: Iterable["AdapterTier.ValueType"]) -> str:
+    """The names of tiers."""
+    return " ".join(map(tier, values))
+
+
+def show_operations(operations: Iterable[Operation]) -> None:
+    """A line for each operation."""
+    print_table(_OPERATION, operations)
+
+
+def show_operation(operation: Operation) -> None:
+    """All about one operation, the adapter that it ended with too."""
+    print_facts({name: value(operation) for name, value in _OPERATION.items()})
+    if operation.HasField("adapter_result"):
+        show_adapter(operation.adapter_result)
+
+
+def _progress(operation: Operation) -> str:
+    progress = operation.progress
+    if not progress.done_bytes:
+        return progress.stage
+    total = f" of {size(progress.total_bytes)}" if progress.HasField("total_bytes") else ""
+    return f"{progress.stage} {size(progress.done_bytes)}{total}"
+
+
 def _rate(usage: Usage) -> str:
     """Tokens per second after the first token."""
     return f"{1000 * (usage.completion_tokens - 1) / usage.decode_ms:.1f}" if usage.decode_ms else ""
 
 
 def _load(load: LoadTimings) -> str:
+    fetched = f", {load.fetch_ms:.1f} fetched before" if load.fetch_ms else ""
     return (
         f"{load.queue_ms:.1f} ms queued, {load.read_ms:.1f} read, {load.pack_ms:.1f} packed, "
-        f"{load.copy_ms:.1f} copied"
+        f"{load.copy_ms:.1f} copied{fetched}"
     )
+
+
+def _eviction(eviction: Eviction) -> str:
+    return f"from {tier(eviction.tier)} at {moment(eviction.time)}: {eviction.reason}"
 
 
 def _tier_capacity(tier: TierCapacity) -> str:
