@@ -1,6 +1,7 @@
 """What running streams feel of adapters that are loaded beside them: one process, no network, random weights.
 
     python -m bench.adapter_loads               # Llama-3-8B shapes in bfloat16 on the GPU
+    python -m bench.adapter_loads --dora        # adapters of DoRA, whose loads read all weights of the base
     python -m bench.adapter_loads --tiny        # a tiny model on any device, to see that it runs
 
 32 streams of the base model decode: alone, and while every 100 ms the load of a cold adapter begins, of rank
@@ -66,6 +67,7 @@ class Workload:
     output: int
     interval: float
     repeats: int
+    use_dora: bool
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,12 @@ def main(argv: Sequence[str] | None = None) -> Figures:
     args = _parse(argv)
     work = _workload(args)
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as folder:
-        [adapter] = write_adapters(Path(folder), work.model, 1, RANK, work.device).values()
+        written = write_adapters(Path(folder), work.model, 1, RANK, work.device, use_dora=work.use_dora)
+        [adapter] = written.values()
         figures = _measure(work, adapter)
     _show(figures)
     path = report.write(
-        "adapter-loads-tiny" if args.tiny else "adapter-loads",
+        "adapter-loads" + "-dora" * args.dora + "-tiny" * args.tiny,
         {
             "hidden_size": work.model.hidden_size,
             "num_layers": work.model.num_layers,
@@ -123,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> Figures:
             "prompt_tokens": work.prompt,
             "output_tokens": work.output,
             "rank": RANK,
+            "use_dora": work.use_dora,
             "seconds_between_loads": work.interval,
             "repeats": work.repeats,
         },
@@ -137,6 +141,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, default=0.1, help="seconds from one load to the next")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_const", dest="repeats", const=1, help="one repeat")
+    parser.add_argument("--dora", action="store_true", help="adapters of DoRA in place of LoRA")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in float32")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N; default: the first GPU")
     return parser.parse_args(argv)
@@ -145,12 +150,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _workload(args: argparse.Namespace) -> Workload:
     device = resolve_device(args.device)
     if args.tiny:
-        return Workload(TINY, torch.float32, device, 2, 16, 200, 0.01, 1)
+        return Workload(TINY, torch.float32, device, 2, 16, 200, 0.01, 1, args.dora)
     if device.type == "cpu":
         raise SystemExit(
             "bench.adapter_loads: torch sees no CUDA device; run it on a GPU machine, or with --tiny"
         )
-    return Workload(LLAMA_3_8B, torch.bfloat16, device, 32, 128, 512, args.interval, args.repeats)
+    return Workload(LLAMA_3_8B, torch.bfloat16, device, 32, 128, 512, args.interval, args.repeats, args.dora)
 
 
 def _measure(work: Workload, adapter: Path) -> Figures:
@@ -161,8 +166,9 @@ def _measure(work: Workload, adapter: Path) -> Figures:
         work.model.adapter_layout(),
         max_lora_rank=RANK,
         dtype=work.dtype,
+        base=execution.base,
         host_pages=HostPages(
-            (HOST_CACHE + LOADER_THREADS) * rank_pages(RANK),
+            (HOST_CACHE + LOADER_THREADS) * _num_pages(work),
             RankPageLayout(work.model.adapter_layout()).page_elements,
             work.dtype,
             pin_memory=work.device.type == "cuda",
@@ -204,9 +210,15 @@ def _set_up(work: Workload) -> Execution:
         kv_cache_bytes=(pages + pages // 50 + 2) * kv_page_bytes(work.model, PAGE_SIZE, work.dtype),
         max_loras=1,
         max_lora_rank=RANK,
+        adapter_pages=_num_pages(work),
     )
     weights = RandomWeights(work.model, work.dtype)
     return set_up(config, work.model, weights, work.dtype, work.device)
+
+
+def _num_pages(work: Workload) -> int:
+    """Of an adapter. DoRA has a row more than its rank; this base has no biases."""
+    return rank_pages(RANK + work.use_dora)
 
 
 class Loads:
@@ -254,7 +266,7 @@ class Loads:
 
     def _copy(self, adapter: PackedAdapter) -> float:
         begin = time.perf_counter()
-        self._pool.copy_in(0, range(rank_pages(RANK)), adapter)
+        self._pool.copy_in(0, range(self._manifest.num_pages), adapter)
         self._pool.clear(0)
         return (time.perf_counter() - begin) * 1e3
 

@@ -20,12 +20,13 @@ from bench.graph_timing import L2_BYTES, microseconds
 from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.attention import (
     AttentionPlan,
-    DecodePlan,
+    FixedPlan,
     KVLayout,
     TokenRun,
     paged_attention,
     rotary_write_kv,
 )
+from deltaplane_kernels.attention_index import IndexBuffer
 from deltaplane_kernels.norm import add_rms_norm
 from deltaplane_kernels.rotary import rotary_factors
 
@@ -91,7 +92,16 @@ def main() -> None:
 def _decode(batch: int, length: int) -> Timing:
     kv_bytes = batch * length * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
     pages, runs = _pages([(length - 1, 1)] * batch, layers=max(2, round(4 * L2_BYTES / kv_bytes)))
-    plan = DecodePlan(batch, len(runs[0].pages), layout=_layout(pages), windows=[None], device=GPU)
+    index = IndexBuffer(
+        batch,
+        batch,
+        len(runs[0].pages),
+        decodes_alone=True,
+        page_size=PAGE,
+        num_kv_heads=KV_HEADS,
+        device=GPU,
+    )
+    plan = FixedPlan(batch, index, layout=_layout(pages), windows=[None])
     plan.fill(runs)
     q = _random(batch, HEADS, HEAD_DIM)
     us = microseconds([partial(paged_attention, q, kv, plan) for kv in pages.unbind(1)])

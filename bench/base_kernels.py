@@ -19,7 +19,8 @@ from bench import report
 from bench.graph_timing import L2_BYTES, microseconds
 from bench.random_model import LLAMA_3_8B, RandomWeights, step_bytes
 from deltaplane_kernels.argmax import argmax
-from deltaplane_kernels.attention import DecodePlan, KVLayout, TokenRun
+from deltaplane_kernels.attention import FixedPlan, KVLayout, TokenRun
+from deltaplane_kernels.attention_index import IndexBuffer
 from deltaplane_kernels.linear import Linear
 from deltaplane_server.models.decoder import Decoder, DecoderInputs
 
@@ -94,10 +95,18 @@ def _step(decoder: Decoder, num_rows: int) -> Timing:
     pages_each = -(-CONTEXT // PAGE)
     layout = KVLayout(MODEL.num_layers, MODEL.num_kv_heads, PAGE, MODEL.head_dim)
     pages = _random(num_rows * pages_each, layout.num_layers, 2, layout.num_heads, PAGE, layout.head_dim)
-    plan = DecodePlan(num_rows, pages_each, layout=layout, windows=MODEL.windows, device=GPU)
+    index = IndexBuffer(
+        num_rows,
+        num_rows,
+        pages_each,
+        decodes_alone=True,
+        page_size=PAGE,
+        num_kv_heads=layout.num_heads,
+        device=GPU,
+    )
+    plan = FixedPlan(num_rows, index, layout=layout, windows=MODEL.windows)
     tables = torch.randperm(len(pages)).view(num_rows, pages_each).tolist()
     plan.fill([TokenRun(CONTEXT - 1, 1, table) for table in tables])
-    assert plan.index is not None
     inputs = DecoderInputs(
         torch.randint(MODEL.vocab_size, (num_rows,), device=GPU), plan.index.positions, plan
     )

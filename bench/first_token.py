@@ -26,6 +26,7 @@ from deltaplane.v1.adapters_pb2 import LoadTimings
 RANK = 16
 ADAPTERS = 8
 """They take turns, so that the files of none are in the processor's cache."""
+STAGES = ("queue_ms", "read_ms", "pack_ms", "copy_ms")
 OUTPUT = 4
 
 
@@ -143,11 +144,12 @@ def _medians(loads: Sequence[LoadTimings]) -> dict[str, float]:
     return {
         field.name: statistics.median(getattr(load, field.name) for load in loads)
         for field in LoadTimings.DESCRIPTOR.fields
+        if field.name in STAGES
     }
 
 
 def _show(results: FirstTokens) -> None:
-    columns = ["", "p50", "p90", "p99", "queue", "read", "pack", "copy"]
+    columns = ["", "p50", "p90", "p99", *(stage.removesuffix("_ms") for stage in STAGES)]
     rows = []
     for name, case in results.cases.items():
         times = [case.ttft.p50, case.ttft.p90, case.ttft.p99, *(case.load or {}).values()]

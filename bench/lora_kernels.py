@@ -19,7 +19,7 @@ from torch import Tensor
 from bench import report
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora import RankPagePool
-from deltaplane_kernels.rank_pages import RankPageLayout, rank_pages
+from deltaplane_kernels.rank_pages import SliceRows, rank_pages
 
 HIDDEN, KV, INTERMEDIATE, LAYERS = 4096, 1024, 14336, 32
 TOKENS = (1, 16, 64, 256, 2048, 8192)
@@ -88,9 +88,9 @@ def filled_pool(dtype: torch.dtype, rank: int, max_tokens: int) -> RankPagePool:
     slots = max(ADAPTERS)
     pool = RankPagePool(LAYOUT, slots * pages, slots, dtype, "cuda", max_tokens=max_tokens)
     host = (torch.randn(pages, pool.layout.page_elements) * 0.02).to(dtype).pin_memory()
-    ranks = [[rank] * RankPageLayout(LAYOUT).slices_per_layer] * LAYERS
+    rows = [[SliceRows(rank)] * pool.layout.slices_per_layer] * LAYERS
     for slot in range(slots):
-        pool.load(slot, range(slot * pages, (slot + 1) * pages), host, ranks)
+        pool.load(slot, range(slot * pages, (slot + 1) * pages), host, rows)
     return pool
 
 

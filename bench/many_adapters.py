@@ -102,11 +102,13 @@ def _measure(args: argparse.Namespace, checkpoint: RandomCheckpoint) -> dict[int
         for number in args.numbers:
             new = dict(islice(checkpoint.adapters.items(), known, number))
             brought = bring_adapters(server, new, room=max(0, args.max_loras - known))
+            stage = _stage(args, server, generator, list(checkpoint.adapters)[:number], brought)
+            stages[number] = stage
             print(
-                f"{number}: registered after {brought.register_s:.1f} s, loaded {brought.load_s:.1f}",
+                f"{number}: registered after {brought.register_s:.1f} s, loaded {brought.load_s:.1f}, "
+                f"{stage.load.tokens_per_s:.0f} tokens/s",
                 flush=True,
             )
-            stages[number] = _stage(args, server, generator, list(checkpoint.adapters)[:number], brought)
             known = number
     return stages
 

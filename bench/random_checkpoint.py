@@ -95,17 +95,25 @@ def write_model(folder: Path, config: DecoderConfig, device: torch.device) -> No
 
 
 def write_adapters(
-    folder: Path, config: DecoderConfig, number: int, rank: int, device: torch.device
+    folder: Path,
+    config: DecoderConfig,
+    number: int,
+    rank: int,
+    device: torch.device,
+    *,
+    use_dora: bool = False,
 ) -> dict[str, Path]:
     """Adapters of one rank on all linears, and their folders by name; those that are there are kept."""
-    files = [folder / f"rank-{rank}-weights-{i}.safetensors" for i in range(min(number, WEIGHT_FILES))]
+    kind = f"dora-{rank}" if use_dora else f"rank-{rank}"
+    files = [folder / f"{kind}-weights-{i}.safetensors" for i in range(min(number, WEIGHT_FILES))]
     folder.mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not file.exists()]
-    _write_all({file: partial(_adapter_tensors, config, rank, device) for file in missing})
-    adapters = {f"rank-{rank}-{i:04}": folder / f"rank-{rank}-{i:04}" for i in range(number)}
+    _write_all({file: partial(_adapter_tensors, config, rank, device, use_dora) for file in missing})
+    adapters = {f"{kind}-{i:04}": folder / f"{kind}-{i:04}" for i in range(number)}
     for i, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
-            _write_adapter(path, files[i % len(files)], config, rank, alpha=rank * (1 + i / 10_000))
+            alpha = rank * (1 + i / 10_000)
+            _write_adapter(path, files[i % len(files)], config, rank, alpha, use_dora)
     return adapters
 
 
@@ -169,21 +177,28 @@ def _model_tensors(weights: RandomWeights, names: Sequence[str], device: torch.d
     return {name: weights.read_rows(name, dtype=DTYPE, device=device).cpu() for name in names}
 
 
-def _adapter_tensors(config: DecoderConfig, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """A and B of all linears, under PEFT's names."""
+def _adapter_tensors(
+    config: DecoderConfig, rank: int, device: torch.device, use_dora: bool
+) -> dict[str, Tensor]:
+    """A and B of all linears, and the magnitudes of DoRA, under PEFT's names."""
     std = 0.1 / math.sqrt(config.hidden_size)
     tensors = {}
     for layer in range(config.num_layers):
         for linear in config.adapter_layout().linears:
             for part in linear.slices:
                 shapes = {"A": (rank, linear.in_features), "B": (part.out_features, rank)}
+                name = f"base_model.model.model.layers.{layer}.{part.module}"
                 for side, shape in shapes.items():
-                    name = f"base_model.model.model.layers.{layer}.{part.module}.lora_{side}.weight"
-                    tensors[name] = torch.empty(shape, dtype=DTYPE, device=device).normal_(0.0, std).cpu()
+                    values = torch.empty(shape, dtype=DTYPE, device=device).normal_(0.0, std)
+                    tensors[f"{name}.lora_{side}.weight"] = values.cpu()
+                if use_dora:
+                    tensors[f"{name}.lora_magnitude_vector"] = torch.ones(part.out_features)
     return tensors
 
 
-def _write_adapter(folder: Path, weights: Path, config: DecoderConfig, rank: int, alpha: float) -> None:
+def _write_adapter(
+    folder: Path, weights: Path, config: DecoderConfig, rank: int, alpha: float, use_dora: bool
+) -> None:
     folder.mkdir(exist_ok=True)
     linked = folder / "adapter_model.safetensors"
     linked.unlink(missing_ok=True)
@@ -195,6 +210,7 @@ def _write_adapter(folder: Path, weights: Path, config: DecoderConfig, rank: int
         "base_model_name_or_path": "random",
         "r": rank,
         "lora_alpha": alpha,
+        "use_dora": use_dora,
         "target_modules": [module.rpartition(".")[2] for module in modules],
     }
     (folder / "adapter_config.json").write_text(json.dumps(peft, indent=2))

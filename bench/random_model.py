@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS, RankPageLayout, rank_pages
+from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS, RankPageLayout, SliceRows, rank_pages
 from deltaplane_server.adapters.packing import PackedAdapter
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.rope import Rope
@@ -104,9 +104,9 @@ def random_adapter(
     pages = torch.empty(rank_pages(rank), layout.page_elements, dtype=dtype, device=device)
     pages.normal_(0.0, 0.1 / math.sqrt(config.hidden_size))
     _clear_rows_above(pages, rank, layout)
-    ranks = [[rank] * layout.slices_per_layer for _ in range(layout.num_layers)]
+    rows = [[SliceRows(rank)] * layout.slices_per_layer for _ in range(layout.num_layers)]
     host = torch.empty(pages.shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return PackedAdapter(host.copy_(pages), ranks, read_ms=0.0, pack_ms=0.0)
+    return PackedAdapter(host.copy_(pages), rows, read_ms=0.0, pack_ms=0.0)
 
 
 def _clear_rows_above(pages: Tensor, rank: int, layout: RankPageLayout) -> None:
