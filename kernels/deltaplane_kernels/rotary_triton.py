@@ -16,8 +16,10 @@ def rotary_factors(
 ) -> tuple[Tensor, Tensor]:
     """As rotary.rotary_factors; positions of any integer type."""
     num_tokens, half = positions.shape[0], inv_freq.shape[0]
-    factors = torch.empty((2, num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
-    cos, sin = factors.unbind()
+    # One by one, for whatever number of tokens they start at a multiple of 16 bytes, as compiled for.
+    cos, sin = (
+        torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions.device) for _ in range(2)
+    )
     if num_tokens:
         _rotary_factors[(num_tokens,)](
             cos,

@@ -45,8 +45,8 @@ MODEL = DecoderConfig(
     eos_token_ids=frozenset(),
 )
 PAGE_BYTES = 4 * 2 * 2 * 16 * 16 * 4
-HOST = MemoryBudget(usable=GIB, kv_fraction=0.5, kv_limit=256 * MIB, gathers_kv=True)
-GPU = MemoryBudget(usable=GIB, kv_fraction=1.0, kv_limit=GIB, gathers_kv=False)
+HOST = MemoryBudget(usable=GIB, kv_fraction=0.5, kv_limit=256 * MIB, in_torch=True)
+GPU = MemoryBudget(usable=GIB, kv_fraction=1.0, kv_limit=GIB, in_torch=False)
 
 
 def plan(
@@ -168,7 +168,7 @@ def test_windows_and_lengths_count_as_workspace() -> None:
 
 def test_the_budget_of_a_cpu_is_what_is_available() -> None:
     budget = memory_budget(ENGINE, CPU)
-    assert budget.gathers_kv
+    assert budget.in_torch
     assert budget.kv_limit == GIB
     assert 0 < budget.usable <= available_memory() * 1.5
 

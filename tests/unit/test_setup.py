@@ -14,6 +14,7 @@ from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution import setup
 from deltaplane_server.execution.graphs.step_graphs import graph_bytes
 from deltaplane_server.execution.setup import set_up, uses_graphs
+from deltaplane_server.execution.warm_up import warm_up
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
@@ -73,12 +74,22 @@ def test_weights_are_whole_when_a_model_is_ready(config: EngineConfig) -> None:
     assert weights.finished == 1
 
 
-def test_a_warm_up_leaves_a_model_that_answers_as_without_one() -> None:
+@pytest.mark.parametrize("enable_lora", [True, False])
+def test_a_warm_up_leaves_a_model_that_answers_as_without_one(enable_lora: bool) -> None:
+    config = replace(CONFIG, enable_lora=enable_lora)
+
     def tokens(warm: bool) -> list[int]:
         torch.manual_seed(0)
-        execution = set_up(CONFIG, TINY, RandomWeights(TINY, torch.float32), torch.float32, CPU)
+        execution = set_up(config, TINY, RandomWeights(TINY, torch.float32), torch.float32, CPU)
         if warm:
-            setup._warm_up(execution.runner, CONFIG.page_size)
+            warm_up(
+                execution.runner,
+                execution.pool if enable_lora else None,
+                TINY.adapter_layout(),
+                torch.float32,
+                num_tokens=config.page_size,
+                max_num_seqs=config.max_num_seqs,
+            )
         engine = Engine(Scheduler(execution.scheduler), execution.runner, NoText(), max_waiting=1)
         stop = StopParams(max_tokens=8)
         engine.submit(GenerationRequest("one", [3, 1, 4], SamplingParams(temperature=0.0), stop))

@@ -13,6 +13,13 @@ from deltaplane_server.models.config import DecoderConfig
 
 GIB = 1 << 30
 
+_LOGIT_BYTES = 16
+"""For each logit of a step: it, in the model's dtype and in float32, and its log-probability, being made."""
+
+_SORTED_LOGIT_BYTES = 64
+"""The same, and what a truncated draw in torch sorts where the whole vocabulary may be drawn: scores three
+times, their order, and weights in float64 with their cumulative sums."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
@@ -42,13 +49,14 @@ class MemoryBudget:
     usable: bytes.
     kv_fraction, kv_limit: unless a size is asked for, KV pages get this fraction of what the rest leaves,
         and at most so many bytes.
-    gathers_kv: whether attention copies one layer's pages together, padded at most twofold.
+    in_torch: whether ops are those of CPUs: attention copies one layer's pages together, padded at most
+        twofold, and has masks; deltas of adapters are formed before they are added; draws sort.
     """
 
     usable: int
     kv_fraction: float
     kv_limit: int
-    gathers_kv: bool
+    in_torch: bool
 
 
 def memory_budget(engine: EngineConfig, device: torch.device) -> MemoryBudget:
@@ -58,10 +66,10 @@ def memory_budget(engine: EngineConfig, device: torch.device) -> MemoryBudget:
     On a GPU: gpu_memory_utilization of the total, as far as it is free.
     """
     if device.type == "cpu":
-        return MemoryBudget(available_memory(), kv_fraction=0.5, kv_limit=GIB, gathers_kv=True)
+        return MemoryBudget(available_memory(), kv_fraction=0.5, kv_limit=GIB, in_torch=True)
     free, total = torch.cuda.mem_get_info(device)
     usable = min(free, int(total * engine.gpu_memory_utilization))
-    return MemoryBudget(usable, kv_fraction=1.0, kv_limit=usable, gathers_kv=False)
+    return MemoryBudget(usable, kv_fraction=1.0, kv_limit=usable, in_torch=False)
 
 
 def plan_memory(
@@ -81,8 +89,8 @@ def plan_memory(
     Errors: InvalidArgumentError when it does not fit: what is there, what it takes, how to mend it.
     """
     page_bytes = kv_page_bytes(model, engine.page_size, dtype)
-    gather_bytes = 2 * page_bytes // model.num_layers if budget.gathers_kv else 0
-    workspace = _workspace_bytes(engine, model, dtype, has_masks=budget.gathers_kv)
+    gather_bytes = 2 * page_bytes // model.num_layers if budget.in_torch else 0
+    workspace = _workspace_bytes(engine, model, dtype, in_torch=budget.in_torch)
     room = budget.usable - weight_bytes - adapter_bytes - workspace - sum(share.nbytes for share in others)
     num_pages = _num_kv_pages(engine, model, budget, page_bytes, page_bytes + gather_bytes, room)
     plan = MemoryPlan(
@@ -119,19 +127,33 @@ def _num_kv_pages(
 
 
 def _workspace_bytes(
-    engine: EngineConfig, model: DecoderConfig, dtype: torch.dtype, *, has_masks: bool
+    engine: EngineConfig, model: DecoderConfig, dtype: torch.dtype, *, in_torch: bool
 ) -> int:
-    """The most that one step takes beside weights and pages: a layer's activations, masks, logits."""
+    """The most that one step takes beside weights and pages: a layer's activations, masks, deltas, logits.
+    Adapters and graphs on a GPU have workspaces of their own."""
     tokens = engine.max_num_batched_tokens
     if not engine.enable_chunked_prefill:  # see SchedulerConfig.max_step_tokens
         tokens = max(tokens, model.max_model_len + engine.max_num_seqs)
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # Residual, input and output of a block; packed q, k, v and their rotation; gate, up and their product.
     row = 5 * model.hidden_size + 4 * q_size + 4 * kv_size + 4 * model.intermediate_size
-    masks = len(set(model.windows)) * tokens * model.max_model_len if has_masks else 0
-    # Float32 logits, their exponentials, and a float64 cumulative sum.
-    logits = engine.max_num_seqs * model.vocab_size * 4 * 4
-    return (tokens * row + masks) * dtype.itemsize + tokens * model.hidden_size * 4 + logits
+    token_bytes = row * dtype.itemsize + model.hidden_size * 4
+    if in_torch:
+        token_bytes += len(set(model.windows)) * model.max_model_len * dtype.itemsize
+        token_bytes += _delta_bytes(engine, model, dtype) if engine.enable_lora else 0
+    logit_bytes = _SORTED_LOGIT_BYTES if in_torch else _LOGIT_BYTES
+    return tokens * token_bytes + engine.max_num_seqs * model.vocab_size * logit_bytes
+
+
+def _delta_bytes(engine: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    """Of a token, for the delta of the widest packed linear: its rows of x and y, gathered; in float32, x and
+    A x, and for a slice the delta, y and their sum."""
+    ranks = 3 * engine.max_lora_rank
+    return max(
+        (linear.in_features + linear.out_features) * dtype.itemsize
+        + (linear.in_features + ranks + 3 * max(part.out_features for part in linear.slices)) * 4
+        for linear in model.adapter_layout().linears
+    )
 
 
 def _too_little(engine: EngineConfig, budget: MemoryBudget, plan: MemoryPlan) -> InvalidArgumentError:

@@ -19,14 +19,12 @@ from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.memory import MemoryPlan, MemoryShare, memory_budget, plan_memory
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.token_feed import TokenFeed
+from deltaplane_server.execution.warm_up import warm_up
 from deltaplane_server.models.base_weights import DecoderWeights
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.models.decoder import Decoder, decoder_bytes
 from deltaplane_server.models.weights import WeightSource
-from deltaplane_server.scheduling.plan import NO_SLOT, ScheduledSequence, StepPlan
-from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
-from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
 
 _MIB = 1 << 20
 
@@ -74,7 +72,11 @@ def set_up(
         weight_bytes=decoder_bytes(model, weights, dtype, device),
         adapter_bytes=num_rank_pages * RankPageLayout(layout).page_bytes(dtype),
         dtype=dtype,
-        others=_cuda_shares(config, model, limits, dtype, device) if device.type == "cuda" else (),
+        others=(
+            _cuda_shares(config, model, limits, dtype, device)
+            if device.type == "cuda"
+            else _cpu_shares(config, layout)
+        ),
     )
     _announce(memory, dtype, device)
     decoder = Decoder(model, weights, dtype, device)
@@ -86,7 +88,14 @@ def set_up(
     runner = _make_runner(config, limits, decoder, kv_cache, feed, pool if config.enable_lora else None)
     weights.finish()  # on a GPU they have come in while kernels were compiled and graphs captured
     if device.type == "cuda":
-        _warm_up(runner, min(config.page_size, model.max_model_len))
+        warm_up(
+            runner,
+            pool if config.enable_lora else None,
+            layout,
+            dtype,
+            num_tokens=min(config.page_size, model.max_model_len),
+            max_num_seqs=config.max_num_seqs,
+        )
     return Execution(
         runner=runner,
         pool=pool,
@@ -148,22 +157,14 @@ def _make_runner(
     return ModelRunner(decoder, kv_cache, feed, pool, graphs)
 
 
-def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Computes a prompt and a decode, greedy and drawn, in the first KV page: what these steps need beside
-    graphs is compiled now and not for the first request."""
-    begin = time.monotonic()
-    for temperature in (0.0, 1.0):
-        prompt = [0] * max(num_tokens - 1, 1)
-        params = SamplingParams(temperature=temperature)
-        sequence = TokenSequence(
-            0, "warm-up", 0, prompt, len(prompt), params, StopParams(max_tokens=2), pages=[0]
-        )
-        for start in (0, len(prompt)):
-            part = ScheduledSequence(sequence, start, len(sequence.tokens) - start, NO_SLOT, samples=True)
-            [sampled] = runner.submit(StepPlan([part], num_decodes=int(start > 0))).result()
-            sequence.tokens.append(sampled.token_id)
-        runner.forget(sequence)
-    log.info("server.warm_up", seconds=round(time.monotonic() - begin, 1))
+def _cpu_shares(config: EngineConfig, layout: AdapterLayout) -> list[MemoryShare]:
+    """What a CPU needs beside weights, pages and a step's workspace: the matrices of resident adapters as its
+    products take them, in float32, each in one piece."""
+    if not config.enable_lora:
+        return []
+    num_pages, _ = _pool_size(config)
+    page_bytes = RankPageLayout(layout).page_bytes(torch.float32)
+    return [MemoryShare("adapter matrices", num_pages * page_bytes)]
 
 
 def _cuda_shares(
