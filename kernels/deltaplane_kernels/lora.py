@@ -49,6 +49,7 @@ from deltaplane_kernels.rank_pages import (
     AdapterRows,
     RankPageLayout,
     adapter_rank_pages,
+    copy_pages,
 )
 from deltaplane_kernels.side import SideStep, make_side
 from deltaplane_kernels.side_pages import NOTHING, SideShape, side_page_layout
@@ -223,8 +224,7 @@ class RankPagePool:
         if self._cuda is not None:
             self._cuda.load(slot, pages, host_pages, rows)
             return
-        for page, host_page in zip(pages, host_pages, strict=True):
-            self.pages[page].copy_(host_page)
+        copy_pages(self.pages, pages, host_pages)
         entry.deltas = adapter_deltas(self.layout, self.pages, pages, rows)
 
     def clear(self, slot: int) -> None:

@@ -20,7 +20,6 @@ split shrink over the input columns too.
 """
 
 import ctypes
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deltaplane_kernels.cuda_copies import LoadStream, StepStaging
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
 from deltaplane_kernels.lora_segments import Blend, Runs
 from deltaplane_kernels.lora_slots import FACTORS_AT, MAX_RANK, SLICES_AT, SlotTable
@@ -39,7 +39,7 @@ from deltaplane_kernels.rank_pages import (
     AdapterRows,
     PackedLinearPlacement,
     RankPageLayout,
-    runs_of_neighbours,
+    copy_pages,
 )
 
 SOURCE = Path(__file__).parent / "csrc" / "lora.cu"
@@ -55,9 +55,6 @@ SPLIT_COLUMNS = 2048
 
 SPLIT_ALIGNMENT = 128
 """A split is a multiple of the columns that a block reads at a time."""
-
-STAGED_STEPS = 4
-"""Steps whose tables may be on their way to the device at once."""
 
 
 class Launch(ctypes.Structure):
@@ -159,9 +156,7 @@ class CudaLora:
         self._pages = pages
         self._device = pages.device
         self._max_tokens = max_tokens
-        self._load_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._load_lock = threading.Lock()
-        self._loaded = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._loads = LoadStream(self._device)
         properties = torch.cuda.get_device_properties(self._device)
         self._num_multiprocessors = properties.multi_processor_count
         with torch.inference_mode(False):
@@ -174,11 +169,9 @@ class CudaLora:
         num_slices = layout.num_layers * layout.slices_per_layer
         self._slots = SlotTable(num_slots, max_blends, num_slices, self._device)
         torch.cuda.current_stream(self._device).synchronize()  # loads are on another stream
-        self._staging = [
-            _Staging(table_size(max_tokens), max_blends, self._slots.device.shape[1])
-            for _ in range(STAGED_STEPS)
-        ]
-        self._step = 0
+        self._staging = StepStaging(
+            lambda: _StepMemory(table_size(max_tokens), max_blends, self._slots.device.shape[1]), self._device
+        )
         self._side_stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._shrunk = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -199,17 +192,12 @@ class CudaLora:
     def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, rows: AdapterRows) -> None:
         """Copies an adapter and its row of the slot table on a stream of their own; returns when done.
 
-        Pinned host_pages are copied at the speed of the bus. The caller sleeps until the copies have passed
-        an event, without the GIL; no other stream waits, and no lock is held that a step takes.
+        Pinned host_pages are copied at the speed of the bus.
         Errors: ValueError where a rank is above MAX_RANK.
         """
-        with self._load_lock, torch.cuda.stream(self._load_stream):
-            for begin, end in runs_of_neighbours(pages):
-                target = self._pages[pages[begin] : pages[begin] + end - begin]
-                target.copy_(host_pages[begin:end], non_blocking=True)
+        with self._loads.copying():
+            copy_pages(self._pages, pages, host_pages)
             self._slots.bind(slot, pages, rows)
-            self._loaded.record(self._load_stream)
-            self._loaded.synchronize()
 
     def stage(self, runs: Runs, blends: Sequence[Blend], num_tokens: int) -> None:
         """Sends the table of a step to the device, behind what is on the current stream.
@@ -218,16 +206,14 @@ class CudaLora:
         Errors: ValueError for more rows than max_tokens.
         """
         self.check_rows(num_tokens)
-        staging = self._staging[self._step % STAGED_STEPS]
-        self._step += 1
-        staging.sent.synchronize()
-        row_of = dict(zip(blends, self._slots.rows_of(blends, staging.blends), strict=True))
-        runs_by_row = {
-            slots if isinstance(slots, int) else row_of[slots]: own_runs for slots, own_runs in runs.items()
-        }
-        used = write_table(staging.table, runs_by_row, num_tokens)
-        self._table[:used].copy_(staging.pinned[:used], non_blocking=True)
-        staging.sent.record(torch.cuda.current_stream(self._device))
+        with self._staging.turn() as memory:
+            row_of = dict(zip(blends, self._slots.rows_of(blends, memory.blends), strict=True))
+            runs_by_row = {
+                slots if isinstance(slots, int) else row_of[slots]: own_runs
+                for slots, own_runs in runs.items()
+            }
+            used = write_table(memory.table, runs_by_row, num_tokens)
+            self._table[:used].copy_(memory.pinned[:used], non_blocking=True)
 
     def check_rows(self, num_rows: int) -> None:
         """Errors: ValueError for more rows than max_tokens."""
@@ -336,15 +322,13 @@ def _described(layer: int, linear: str, name: str, tensor: Tensor) -> str:
     return f"{linear} of layer {layer}, {name} {tuple(tensor.shape)} of {tensor.dtype}"
 
 
-class _Staging:
-    """Pinned memory for one step's table and new blends, and when the copies out of it are done."""
+class _StepMemory:
+    """Pinned memory for one step's table and new blends."""
 
     def __init__(self, table_size: int, max_blends: int, slot_width: int) -> None:
-        with torch.inference_mode(False):
-            self.pinned = torch.zeros(table_size, dtype=torch.int32, pin_memory=True)
-            self.blends = torch.zeros(max_blends, slot_width, dtype=torch.int32, pin_memory=True)
+        self.pinned = torch.zeros(table_size, dtype=torch.int32, pin_memory=True)
+        self.blends = torch.zeros(max_blends, slot_width, dtype=torch.int32, pin_memory=True)
         self.table = self.pinned.numpy()
-        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _shrink_kernels(module: CudaModule, dtype: str) -> dict[int, CudaKernel]:

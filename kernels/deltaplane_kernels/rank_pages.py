@@ -78,6 +78,14 @@ def runs_of_neighbours(pages: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise([*begins, len(pages)]))
 
 
+def copy_pages(pool_pages: Tensor, pages: Sequence[int], host_pages: Tensor) -> None:
+    """Copies host_pages [n, page_elements] into `pages`, n of them, of pool_pages [num_pages, page_elements];
+    on a GPU on the current stream, which the host does not wait for where host_pages are pinned."""
+    for begin, end in runs_of_neighbours(pages):
+        target = pool_pages[pages[begin] : pages[begin] + end - begin]
+        target.copy_(host_pages[begin:end], non_blocking=True)
+
+
 def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deltaplane_kernels.lora_segments import Runs
 from deltaplane_kernels.norm import NormWeight
+from deltaplane_kernels.rank_pages import copy_pages
 from deltaplane_kernels.side_pages import SidePageLayout, SideShape
 from deltaplane_kernels.side_torch import AdapterSide, TorchSideStep, adapter_side
 
@@ -93,8 +94,7 @@ class TorchSide:
         self._adapters: dict[int, AdapterSide] = {}
 
     def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, shape: SideShape) -> None:
-        for page, host_page in zip(pages, host_pages, strict=True):
-            self._pool_pages[page].copy_(host_page)
+        copy_pages(self._pool_pages, pages, host_pages)
         self._adapters[slot] = adapter_side(self._layout, self._pool_pages, pages, shape)
 
     def clear(self, slot: int) -> None:

@@ -5,22 +5,19 @@ last. Rows whose adapters have nothing outside the layers count as the base's, s
 has nothing to send.
 """
 
-import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from deltaplane_kernels import side_triton
+from deltaplane_kernels.cuda_copies import LoadStream, StepStaging
 from deltaplane_kernels.lora_segments import BASE_SLOT, Runs
 from deltaplane_kernels.norm import NormWeight, RowWeights
-from deltaplane_kernels.rank_pages import runs_of_neighbours
+from deltaplane_kernels.rank_pages import copy_pages
 from deltaplane_kernels.side import SideStep
 from deltaplane_kernels.side_pages import SidePageLayout, SideShape
 from deltaplane_kernels.side_tables import SideTables
-
-_STAGED_STEPS = 4
-"""Steps whose slots may be on their way at once; the next one waits for the first of them."""
 
 
 class TableSideStep:
@@ -57,28 +54,23 @@ class CudaSide:
             self._tables = SideTables.empty(layout, pool_pages, num_slots)
             self._slots = torch.full((max_tokens,), BASE_SLOT, dtype=torch.int32, device=device)
             self._slot_rows = [torch.zeros_like(row, device="cpu").pin_memory() for row in self._rows_at(0)]
-        self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._load_lock = threading.Lock()
-        self._loaded = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._loads = LoadStream(device)
         torch.cuda.current_stream(device).synchronize()  # loads are on another stream
-        self._staging = [_Staging(max_tokens) for _ in range(_STAGED_STEPS)]
-        self._step = 0
+        self._staging = StepStaging(
+            lambda: torch.zeros(max_tokens, dtype=torch.int32, pin_memory=True), device
+        )
         self._num_staged = 0
 
     def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, shape: SideShape) -> None:
-        """Copies on a stream of its own, and returns when that is done. The caller sleeps, without the GIL.
+        """Copies on a stream of its own, and returns when that is done.
 
         Errors: ValueError where a rank is over MAX_RANK.
         """
         rows = self._tables.rows_of(pages, shape)
-        with self._load_lock, torch.cuda.stream(self._load_stream):
-            for begin, end in runs_of_neighbours(pages):
-                target = self._tables.pool[pages[begin] : pages[begin] + end - begin]
-                target.copy_(host_pages[begin:end], non_blocking=True)
+        with self._loads.copying():
+            copy_pages(self._tables.pool, pages, host_pages)
             for target, pinned, row in zip(self._rows_at(slot), self._slot_rows, rows, strict=True):
                 target.copy_(pinned.copy_(row), non_blocking=True)
-            self._loaded.record(self._load_stream)
-            self._loaded.synchronize()
 
     def clear(self, slot: int) -> None:
         """Nothing reads the tables of a slot that no row has."""
@@ -100,24 +92,12 @@ class CudaSide:
 
     def _stage(self, runs: Sequence[tuple[tuple[int, int], int]]) -> None:
         """Sends as many rows as reach over those of this step and those that the last one left."""
-        staging = self._staging[self._step % _STAGED_STEPS]
-        self._step += 1
-        staging.sent.synchronize()
         last = max((stop for (_, stop), _ in runs), default=0)
         size = max(last, self._num_staged)
-        staging.rows[:size] = BASE_SLOT
-        for (start, stop), slot in runs:
-            staging.rows[start:stop] = slot
-        self._slots[:size].copy_(staging.pinned[:size], non_blocking=True)
-        staging.sent.record(torch.cuda.current_stream(self._slots.device))
+        with self._staging.turn() as pinned:
+            rows = pinned.numpy()
+            rows[:size] = BASE_SLOT
+            for (start, stop), slot in runs:
+                rows[start:stop] = slot
+            self._slots[:size].copy_(pinned[:size], non_blocking=True)
         self._num_staged = last
-
-
-class _Staging:
-    """Pinned memory for the slots of one step's rows, and when the copy out of it is done."""
-
-    def __init__(self, size: int) -> None:
-        with torch.inference_mode(False):
-            self.pinned = torch.zeros(size, dtype=torch.int32, pin_memory=True)
-        self.rows = self.pinned.numpy()
-        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-from functools import partial
 from typing import Any
 
 from deltaplane_controlplane.errors import FailedPreconditionError
 from deltaplane_server.adapters.remote.addresses import Address
 from deltaplane_server.adapters.remote.host import FileBounds, RemoteAdapter
-from deltaplane_server.adapters.remote.transfer import FileRequest, RemoteFile
+from deltaplane_server.adapters.remote.transfer import FileRequest
 
 _SIGNED_FOR_S = 3600
 
@@ -26,16 +25,11 @@ class BucketHost:
     async def resolve(self, address: Address) -> RemoteAdapter:
         return RemoteAdapter(
             source=str(address),
-            files=[
-                RemoteFile(
-                    name=name,
-                    shown=f"{address}/{name}",
-                    max_bytes=max_bytes,
-                    locate=partial(asyncio.to_thread, self._sign, address, name),
-                    redirect=lambda target: None,
-                )
-                for name, max_bytes in self._bounds.items()
-            ],
+            files=self._bounds.files(
+                shown=lambda name: f"{address}/{name}",
+                locate=lambda name: asyncio.to_thread(self._sign, address, name),
+                redirect=lambda target: None,
+            ),
         )
 
     def _sign(self, address: Address, name: str) -> FileRequest:

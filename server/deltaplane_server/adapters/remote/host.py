@@ -1,12 +1,13 @@
 """What each kind of remote host answers: where an adapter's files are, and what to call that for good."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from deltaplane_server.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from deltaplane_server.adapters.remote.addresses import Address
-from deltaplane_server.adapters.remote.transfer import RemoteFile
+from deltaplane_server.adapters.remote.transfer import FileRequest, RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +17,19 @@ class FileBounds:
     max_config_bytes: int
     max_weights_bytes: int
 
-    def items(self) -> Sequence[tuple[str, int]]:
-        """Names of an adapter's files and their bounds, in the order in which they are fetched."""
-        return (CONFIG_FILE, self.max_config_bytes), (WEIGHTS_FILE, self.max_weights_bytes)
+    def files(
+        self,
+        shown: Callable[[str], str],
+        locate: Callable[[str], Awaitable[FileRequest]],
+        redirect: Callable[[str], str | None],
+    ) -> list[RemoteFile]:
+        """An adapter's files, in the order in which they are fetched. See RemoteFile; shown and locate are
+        given the name of a file."""
+        bounds = {CONFIG_FILE: self.max_config_bytes, WEIGHTS_FILE: self.max_weights_bytes}
+        return [
+            RemoteFile(name, shown(name), max_bytes, partial(locate, name), redirect)
+            for name, max_bytes in bounds.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)

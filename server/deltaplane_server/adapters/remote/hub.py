@@ -23,7 +23,6 @@ from deltaplane_server.adapters.remote.host import FileBounds, RemoteAdapter
 from deltaplane_server.adapters.remote.retries import RETRIED_STATUSES, TryAgainError
 from deltaplane_server.adapters.remote.transfer import (
     FileRequest,
-    RemoteFile,
     connection_trouble,
     unreadable,
 )
@@ -52,16 +51,11 @@ class HubHost:
         resolved = Address("hf", "", address.path, commit)
         return RemoteAdapter(
             source=str(resolved),
-            files=[
-                RemoteFile(
-                    name=name,
-                    shown=f"{name} of {resolved}",
-                    max_bytes=max_bytes,
-                    locate=partial(_locate, repository, commit, name),
-                    redirect=_redirect,
-                )
-                for name, max_bytes in self._bounds.items()
-            ],
+            files=self._bounds.files(
+                shown=lambda name: f"{name} of {resolved}",
+                locate=partial(_locate, repository, commit),
+                redirect=_redirect,
+            ),
         )
 
 

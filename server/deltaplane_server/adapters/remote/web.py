@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deltaplane_server.adapters.remote.addresses import Address, AllowedSources, parse_redirect
 from deltaplane_server.adapters.remote.host import FileBounds, RemoteAdapter
-from deltaplane_server.adapters.remote.transfer import FileRequest, RemoteFile
+from deltaplane_server.adapters.remote.transfer import FileRequest
 
 
 class WebHost:
@@ -25,16 +25,9 @@ class WebHost:
     async def resolve(self, address: Address) -> RemoteAdapter:
         return RemoteAdapter(
             source=str(address),
-            files=[
-                RemoteFile(
-                    name=name,
-                    shown=address.url(name),
-                    max_bytes=max_bytes,
-                    locate=partial(self._locate, address, name),
-                    redirect=self._redirect,
-                )
-                for name, max_bytes in self._bounds.items()
-            ],
+            files=self._bounds.files(
+                shown=address.url, locate=partial(self._locate, address), redirect=self._redirect
+            ),
         )
 
     async def _locate(self, address: Address, name: str) -> FileRequest:
