@@ -345,11 +345,13 @@ __device__ void for_each_shrink_item(const Launch& launch, Item item) {
 // B is exact in TF32, which has the mantissa of float16 and the exponent of bfloat16. The shrunk float32 values
 // are multiplied in two parts, so that 22 bits of their 24 count.
 //
-// Where adapters differ an item has few rows, and its time goes with its instructions rather than its bytes. So a
-// block walks from item to item, neighbours, and works out once what those of a tile share.
+// Where adapters differ most tiles have one row, of whose products seven eighths would be zeros: there a warp takes
+// all 256 columns of an item, without tensor cores and without waiting for another warp. It has 8 KB of B on their
+// way at once, and a third of the instructions.
+//
+// A block walks from item to item, neighbours, and works out once what those of a tile share.
 
 struct ExpandItem {
-    int tile_index;
     Tile tile;
     int slice;
     int column;                     // its first one, in the slice
@@ -361,29 +363,22 @@ struct ExpandItem {
         num_rows = rows.count();
     }
 
-    // To the next item. Answers whether it is of another tile.
-    __device__ bool advance(const Launch& launch) {
+    // To the next item of the tile; there is one.
+    __device__ void advance(const Launch& launch) {
         column += COLUMN_BLOCK;
-        if (column < launch.width[slice]) return false;
+        if (column < launch.width[slice]) return;
         column = 0;
         ++slice;
-        const bool ends_tile = slice == launch.num_slices;
-        if (ends_tile) {
-            slice = 0;
-            ++tile_index;
-            tile = tile_at(launch, tile_index);
-        }
         enter_slice(launch);
-        return ends_tile;
     }
 };
 
-__device__ ExpandItem expand_item_at(const Launch& launch, int index) {
+// index: among the items of the tile.
+__device__ ExpandItem expand_item_at(const Launch& launch, const Tile& tile, int index) {
     ExpandItem item;
-    item.tile_index = index / launch.column_blocks;
-    item.tile = tile_at(launch, item.tile_index);
+    item.tile = tile;
     item.slice = 0;
-    item.column = index % launch.column_blocks * COLUMN_BLOCK;
+    item.column = index * COLUMN_BLOCK;
     while (item.column >= launch.width[item.slice]) {
         item.column -= ceil_div(launch.width[item.slice], COLUMN_BLOCK) * COLUMN_BLOCK;
         ++item.slice;
@@ -392,7 +387,7 @@ __device__ ExpandItem expand_item_at(const Launch& launch, int index) {
     return item;
 }
 
-// The items of a block. Being neighbours they share the tile, its pages and mostly the shrunk values.
+// Neighbouring items.
 struct Range {
     int begin, end;
 };
@@ -404,35 +399,43 @@ __device__ Range items_of_block(const Launch& launch) {
     return {begin, min(begin + run, items)};
 }
 
+// What a row of the tile has at a rank row of B: the sum over the splits; one at the bias row; zero at the gain row
+// and beyond B.
+__device__ float shrunk_value(const Launch& launch, const ExpandItem& item, int place, int rank) {
+    const bool is_bias = item.rows.has_bias() && rank == item.num_rows - 1;
+    float sum = is_bias ? 1.0f : 0.0f;
+    if (rank >= item.rows.rank()) return sum;
+    const long long stride = static_cast<long long>(launch.num_rows) * launch.num_slices * MAX_RANK;
+    const float* partial = partial_at(launch, 0, item.tile.first + place, item.slice) + rank;
+    constexpr int LOADS = 4;        // in flight at once
+#pragma unroll 1
+    for (int left = launch.splits; left > 0; left -= LOADS) {
+        float values[LOADS] = {};
+#pragma unroll
+        for (int index = 0; index < LOADS; ++index) {
+            if (index < left) values[index] = load_partial(partial);
+            partial += stride;
+        }
+#pragma unroll
+        for (int index = 0; index < LOADS; ++index) sum += values[index];
+    }
+    return sum;
+}
+
+// Rank rows of the pages of an item.
+__device__ int page_rows(const ExpandItem& item) { return ceil_div(item.num_rows, PAGE_ROWS) * PAGE_ROWS; }
+
 using Shrunk = float[SUBTILE][MAX_ROWS + 4];  // the pad spreads a warp's reads over all banks
 
-// Sums the splits of `count` rows from `first` of the tile on. All threads of the block call it. One at the bias
-// row, zero at the gain row and where a product reads beyond B or the rows.
+// Sums the splits of `count` rows from `first` of the tile on. All threads of the block call it. Zero where a
+// product reads beyond the rows.
 __device__ void sum_splits(const Launch& launch, const ExpandItem& item, int first, int count, Shrunk& shrunk) {
-    const int ranks = ceil_div(item.num_rows, PAGE_ROWS) * PAGE_ROWS;
-    const int bias = item.rows.has_bias() ? item.num_rows - 1 : -1;
-    const long long stride = static_cast<long long>(launch.num_rows) * launch.num_slices * MAX_RANK;
-    constexpr int LOADS = 4;        // in flight at once
+    const int ranks = page_rows(item);
     __syncthreads();                // the values before are read
 #pragma unroll 1
     for (int element = threadIdx.x; element < ceil_div(count, GROUP) * GROUP * ranks; element += THREADS) {
         const int place = element / ranks, rank = element % ranks;
-        float sum = rank == bias ? 1.0f : 0.0f;
-        if (place < count && rank < item.rows.rank()) {
-            const float* partial = partial_at(launch, 0, item.tile.first + first + place, item.slice) + rank;
-#pragma unroll 1
-            for (int begin = 0; begin < launch.splits; begin += LOADS) {
-                float values[LOADS] = {};
-#pragma unroll
-                for (int index = 0; index < LOADS; ++index) {
-                    const int split = begin + index;
-                    if (split < launch.splits) values[index] = load_partial(partial + split * stride);
-                }
-#pragma unroll
-                for (int index = 0; index < LOADS; ++index) sum += values[index];
-            }
-        }
-        shrunk[place][rank] = sum;
+        shrunk[place][rank] = place < count ? shrunk_value(launch, item, first + place, rank) : 0.0f;
     }
     __syncthreads();
 }
@@ -630,38 +633,172 @@ __device__ void expand_subtile(const Launch& launch, const ExpandItem& item, con
     }
 }
 
+// items: of the tile, for all warps of the block.
 template <typename Type>
-__device__ void expand(const Launch& launch) {
-    __shared__ Shrunk shrunk;
-    const Range items = items_of_block(launch);
-    ExpandItem item;
+__device__ void expand_tile(const Launch& launch, const Tile& tile, const Range& items, Shrunk& shrunk) {
+    ExpandItem item = expand_item_at(launch, tile, items.begin);
     KeptRows rows;
-    KeptPages kept;
-    if (items.begin < items.end) {
-        item = expand_item_at(launch, items.begin);
-        rows.enter(launch, item);
-        kept = rows.load(launch, item);
-    }
-    wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
+    rows.enter(launch, item);
+    KeptPages kept = rows.load(launch, item);
+    wait_for_previous_kernel();
     Target alone[1];                // the rows of a tile that has one group, for all its items
     alone[0].place = -1;
     int shrunk_key = -1;            // which values are in shared memory
     for (int index = items.begin; index < items.end; ++index) {
-        for (int first = 0; item.num_rows > 0 && first < item.tile.count; first += SUBTILE) {
-            if (item.tile.count - first <= GROUP) {
-                if (alone[0].place != item.tile.first + first) alone[0].enter(launch, item.tile, first);
+        for (int first = 0; item.num_rows > 0 && first < tile.count; first += SUBTILE) {
+            if (tile.count - first <= GROUP) {
+                if (alone[0].place != tile.first + first) alone[0].enter(launch, tile, first);
                 expand_subtile<Type, 1>(launch, item, kept, first, alone, shrunk, shrunk_key);
             } else {
                 Target both[2];
-                both[0].enter(launch, item.tile, first);
-                both[1].enter(launch, item.tile, first + GROUP);
+                both[0].enter(launch, tile, first);
+                both[1].enter(launch, tile, first + GROUP);
                 expand_subtile<Type, 2>(launch, item, kept, first, both, shrunk, shrunk_key);
             }
         }
         if (index + 1 == items.end) break;
-        if (item.advance(launch)) rows.enter(launch, item);
+        item.advance(launch);
         kept = rows.load(launch, item);
     }
+}
+
+// What a warp has of one row of y and of B: a lane has 8 neighbouring columns.
+template <typename Type>
+struct RowWarp {
+    float sum[VECTOR];
+
+    __device__ static int column() { return threadIdx.x % 32 * VECTOR; }
+
+    // Row r of the page and the first column; lanes beyond the slice read its last columns once more.
+    __device__ static void load(uint4 (&rows)[PAGE_ROWS], const Launch& launch, const ExpandItem& item,
+                                const int* pages, int page) {
+        const int last = item.num_rows - 1 - page * PAGE_ROWS;
+        if (last < 0) return;
+        const int within = min(item.column + column(), launch.width[item.slice] - VECTOR);
+        const ushort* b = row_of_b<ushort>(launch, pages, page * PAGE_ROWS) + launch.b_column[item.slice] + within;
+#pragma unroll
+        for (int row = 0; row < PAGE_ROWS; ++row) {
+            rows[row] = load_weights(b + min(row, last) * launch.b_pitch);  // what is read twice counts once
+        }
+    }
+
+    // shrunk: of the page's rows, zero where there is none.
+    __device__ void multiply(const uint4 (&rows)[PAGE_ROWS], const float* shrunk) {
+#pragma unroll
+        for (int row = 0; row < PAGE_ROWS; ++row) {
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const float2 weights = Type::unpack(component(rows[row], pair));
+                sum[2 * pair] = fmaf(shrunk[row], weights.x, sum[2 * pair]);
+                sum[2 * pair + 1] = fmaf(shrunk[row], weights.y, sum[2 * pair + 1]);
+            }
+        }
+    }
+
+    // What the sums begin with.
+    __device__ void begin(const Launch& launch, const ExpandItem& item, const int* pages, const uint4& y) {
+#pragma unroll
+        for (float& element : sum) element = 0.0f;
+        if (!item.rows.has_gain()) return;
+        const int row = item.rows.rank();
+        const int within = min(item.column + column(), launch.width[item.slice] - VECTOR);
+        const uint4 gain = load_weights(row_of_b<ushort>(launch, pages, row) + launch.b_column[item.slice] + within);
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float2 factor = Type::unpack(component(gain, pair)), before = Type::unpack(component(y, pair));
+            sum[2 * pair] = factor.x * before.x;
+            sum[2 * pair + 1] = factor.y * before.y;
+        }
+    }
+
+    __device__ uint4 added_to(const uint4& y) const {
+        uint result[4];
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float2 before = Type::unpack(component(y, pair));
+            result[pair] = Type::pack({before.x + sum[2 * pair], before.y + sum[2 * pair + 1]});
+        }
+        return {result[0], result[1], result[2], result[3]};
+    }
+};
+
+using RowOfShrunk = float[MAX_ROWS];
+
+// The one row of a tile; items: of the tile, for this warp alone.
+template <typename Type>
+__device__ void expand_row(const Launch& launch, const Tile& tile, const Range& items, RowOfShrunk& shrunk) {
+    if (items.begin >= items.end) return;
+    const int* pages = pages_of(launch, tile.slot);
+    const int number = row_number(launch, tile, 0);
+    ushort* y_row = static_cast<ushort*>(launch.y) + number * launch.y_pitch;
+    ExpandItem item = expand_item_at(launch, tile, items.begin);
+    int shrunk_slice = -1;          // whose values are in shared memory
+    for (int index = items.begin; index < items.end; ++index) {
+        if (index > items.begin) item.advance(launch);
+        if (item.num_rows == 0) continue;
+        uint4 rows[KEPT][PAGE_ROWS];
+#pragma unroll
+        for (int page = 0; page < KEPT; ++page) RowWarp<Type>::load(rows[page], launch, item, pages, page);
+        wait_for_previous_kernel();
+        const int column = item.column + RowWarp<Type>::column();
+        ushort* y = y_row + launch.y_column[item.slice] + column;
+        const bool inside = column < launch.width[item.slice];
+        uint4 before = {0, 0, 0, 0};
+        if (inside) before = load_activations(y);
+        if (shrunk_slice != item.slice) {
+            __syncwarp();           // the values before are read
+            for (int rank = threadIdx.x % 32; rank < page_rows(item); rank += 32) {
+                shrunk[rank] = shrunk_value(launch, item, 0, rank);
+            }
+            __syncwarp();
+            shrunk_slice = item.slice;
+        }
+        RowWarp<Type> product;
+        product.begin(launch, item, pages, before);
+#pragma unroll
+        for (int page = 0; page < KEPT; ++page) {
+            if (page * PAGE_ROWS < item.num_rows) product.multiply(rows[page], shrunk + page * PAGE_ROWS);
+        }
+        for (int page = KEPT; page * PAGE_ROWS < item.num_rows; ++page) {
+            RowWarp<Type>::load(rows[0], launch, item, pages, page);
+            product.multiply(rows[0], shrunk + page * PAGE_ROWS);
+        }
+        if (inside) *reinterpret_cast<uint4*>(y) = product.added_to(before);
+    }
+}
+
+// A warp's part of a block's items.
+__device__ Range part_of_warp(const Range& items) {
+    const int run = ceil_div(items.end - items.begin, WARPS);
+    const int begin = items.begin + static_cast<int>(threadIdx.x) / 32 * run;
+    return {begin, min(begin + run, items.end)};
+}
+
+// Calls work(tile, items of the tile) for the tiles of a block's items.
+template <typename Work>
+__device__ void for_each_tile(const Launch& launch, const Range& items, Work work) {
+    for (int begin = items.begin; begin < items.end;) {
+        const int index = begin / launch.column_blocks, first = index * launch.column_blocks;
+        const int end = min(items.end, first + launch.column_blocks);
+        work(tile_at(launch, index), Range{begin - first, end - first});
+        begin = end;
+    }
+}
+
+// Tiles of several rows, then those of one: in one loop both would want their registers at once.
+template <typename Type>
+__device__ void expand(const Launch& launch) {
+    __shared__ Shrunk shrunk;
+    __shared__ RowOfShrunk rows_of_shrunk[WARPS];
+    const Range items = items_of_block(launch);
+    for_each_tile(launch, items, [&](const Tile& tile, const Range& own) {
+        if (tile.count > 1) expand_tile<Type>(launch, tile, own, shrunk);
+    });
+    for_each_tile(launch, items, [&](const Tile& tile, const Range& own) {
+        if (tile.count > 1) return;
+        expand_row<Type>(launch, tile, part_of_warp(own), rows_of_shrunk[threadIdx.x / 32]);
+    });
+    wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
 }
 
 // A thread takes two columns, in float32 throughout.
@@ -670,7 +807,8 @@ __device__ void expand_in_float32(const Launch& launch) {
     wait_for_previous_kernel();
     const Range items = items_of_block(launch);
     for (int index = items.begin; index < items.end; ++index) {
-        const ExpandItem item = expand_item_at(launch, index);
+        const Tile tile = tile_at(launch, index / launch.column_blocks);
+        const ExpandItem item = expand_item_at(launch, tile, index % launch.column_blocks);
         if (item.num_rows == 0) continue;
         const int* pages = pages_of(launch, item.tile.slot);
         const int column = item.column + 2 * threadIdx.x;
