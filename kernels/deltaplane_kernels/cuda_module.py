@@ -12,6 +12,47 @@ class KernelError(RuntimeError):
     """A CUDA call failed; the message names the kernel, its operands and its launch."""
 
 
+def max_shared_bytes(device: torch.device) -> int:
+    """Shared memory that one block may have. Errors: KernelError."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, nbytes = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    _check(status, f"asking for the shared memory of {device}")
+    return int(nbytes)
+
+
+_TENSOR_TYPES = {
+    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+}
+
+
+def tensor_map(matrix: torch.Tensor, rows: int, columns: int, box: int) -> list[int]:
+    """How kernels are told of a matrix that they copy by pieces of [rows, columns]: 16 numbers.
+
+    matrix: of bfloat16 or float16, its rows of neighbouring elements, starting at multiples of 16 bytes.
+    box: columns whose rows follow one another in shared memory, 128 bytes each and with the 128-byte swizzle;
+        a piece is [columns / box, rows, box] there. It divides the matrix's columns.
+    Errors: KernelError.
+    """
+    num_rows, num_columns = matrix.shape
+    size = matrix.element_size()
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        _TENSOR_TYPES[matrix.dtype],
+        3,
+        matrix.data_ptr(),
+        [driver.cuuint64_t(extent) for extent in (box, num_rows, num_columns // box)],
+        [driver.cuuint64_t(stride) for stride in (matrix.stride(0) * size, box * size)],
+        [driver.cuuint32_t(extent) for extent in (box, rows, columns // box)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    _check(status, f"encoding {tuple(matrix.shape)} of {matrix.dtype} in pieces of {rows} x {columns}")
+    return [int(part) for part in encoded.opaque]
+
+
 class CudaModule:
     """A loaded cubin. It lives as long as the process, as compiled kernels do."""
 
@@ -24,19 +65,25 @@ class CudaModule:
             status, self._module = driver.cuModuleLoadData(cubin)
         _check(status, f"loading {len(cubin)} bytes of machine code on {device}")
 
-    def kernel(self, name: str, block: int, *, overlaps: bool = True) -> "CudaKernel":
+    def kernel(self, name: str, block: int, *, shared_bytes: int = 0, overlaps: bool = True) -> "CudaKernel":
         """An extern "C" kernel of the module, launched with `block` threads a block.
 
+        shared_bytes: of shared memory for a block, beside what the kernel declares.
         overlaps: see CudaKernel; GPUs before compute capability 9 start each kernel after the one ahead.
         """
         status, function = driver.cuModuleGetFunction(self._module, name.encode())
         _check(status, f"finding kernel {name}")
-        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, 0)
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
+            _check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
+        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared_bytes)
         _check(status, f"occupancy of kernel {name} at {block} threads a block")
         return CudaKernel(
             name,
             function,
             block,
+            shared_bytes,
             resident_blocks=blocks * self._properties.multi_processor_count,
             overlaps=overlaps and self._properties.major >= 9,
         )
@@ -51,11 +98,14 @@ class CudaKernel:
         reads or writes.
     """
 
-    def __init__(self, name: str, function: Any, block: int, resident_blocks: int, overlaps: bool) -> None:
+    def __init__(
+        self, name: str, function: Any, block: int, shared_bytes: int, resident_blocks: int, overlaps: bool
+    ) -> None:
         self.name = name
         self.resident_blocks = resident_blocks
         self._function = function
         self._block = block
+        self._shared_bytes = shared_bytes
         self._attributes = [_programmatic_launch()] if overlaps else []
         self._configs: dict[int, driver.CUlaunchConfig] = {}
 
@@ -78,7 +128,7 @@ class CudaKernel:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._block, 1, 1
-        config.sharedMemBytes = 0
+        config.sharedMemBytes = self._shared_bytes
         config.attrs = self._attributes
         config.numAttrs = len(self._attributes)
         return config

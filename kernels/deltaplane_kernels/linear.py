@@ -1,10 +1,13 @@
 """The dense product of a decoder with a frozen weight."""
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from deltaplane_kernels.few_rows_cuda import FewRowLinear
 
 _ROWS_HINT = 16
 """Rows of x that oneDNN lays a weight out for. One layout serves all batch sizes: prefill and decode
@@ -14,6 +17,12 @@ _LT_ROWS = range(33, 129)
 """Rows of x for which cuBLASLt is taken instead of cuBLAS, which choose among the same kernels differently.
 On an H200 a decode step of Llama-3-8B in bfloat16 takes 5.07 ms instead of 5.26 with 64 rows, 6.14 instead of
 6.23 with 128, but 4.84 instead of 4.78 with 16; with 1 and with 256 they are equal."""
+
+_FEW_ROWS = 8
+_FEW_ROW_OUTPUTS = 8192
+"""Up to so many rows and outputs a kernel of our own is taken in CUDA graphs (few_rows_cuda.py): with 1 to 8
+rows the qkv, o and down projections of Llama-3-8B take 14.5, 9.8 and 29.2 us instead of 16.2, 12.6 and 31.2.
+With 9 to 16 rows the two are equal, and for more outputs cuBLAS is faster by 2 to 4 %."""
 
 
 class Linear:
@@ -28,7 +37,7 @@ class Linear:
 
     The two numbers of a decode step of Llama-3-8B in two-byte types: 15.0 GB of weights, 3.5 ms on an H200,
     and 15 GFLOP a row, which take as long at about 200 rows. So decodes are bound by bytes. The products
-    take 3.9 ms at 1 row, 4.1 at 64 and 6.1 at 256.
+    take 3.8 ms at 1 row, 4.1 at 64 and 6.1 at 256.
 
     Errors: ValueError when the shapes do not fit.
     """
@@ -41,6 +50,7 @@ class Linear:
         self.bias = bias
         self._blocked = _can_block(weight)
         self._weight = _block(weight) if self._blocked else weight
+        self._few_rows = _few_row_linear(weight, bias) if weight.is_cuda else None
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [T, K]. Returns [T, N]: `out`, or a new tensor where that is None.
@@ -51,6 +61,12 @@ class Linear:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return cast(Tensor, y) if out is None else out.copy_(y)
         if x.is_cuda:
+            if (
+                self._few_rows is not None
+                and len(x) <= _FEW_ROWS
+                and torch.cuda.is_current_stream_capturing()
+            ):
+                return self._few_rows(x, out)
             torch.backends.cuda.preferred_blas_library("cublaslt" if len(x) in _LT_ROWS else "cublas")
         if out is None:
             return F.linear(x, self._weight, self.bias)
@@ -69,6 +85,15 @@ class Linear:
         """weight[begin:end], [end - begin, K]: where it lies, or in a copy of a weight in oneDNN's layout."""
         weight = self._weight.to_dense() if self._blocked else self._weight
         return weight[begin:end]
+
+
+def _few_row_linear(weight: Tensor, bias: Tensor | None) -> "FewRowLinear | None":
+    """NVIDIA's packages are imported for a weight on a GPU alone."""
+    if len(weight) > _FEW_ROW_OUTPUTS:
+        return None
+    from deltaplane_kernels.few_rows_cuda import few_row_linear
+
+    return few_row_linear(weight, bias)
 
 
 def _can_block(weight: Tensor) -> bool:

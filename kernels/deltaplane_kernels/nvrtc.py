@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from cuda.bindings import nvrtc
 
 OPTIONS = ("--std=c++17",)
 
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _logger = logging.getLogger(__name__)
 
@@ -39,12 +41,14 @@ def compile_cubin(
 ) -> bytes:
     """The cubin of a CUDA C++ file for `arch` ("sm_90a"), from the cache where it is there and whole.
 
+    The file may include others of its folder, by lines of `#include "name"`, which include none.
+
     The name of a cached file holds a hash of the source, the arch, the options and NVRTC's version. Files are
     written whole or not at all; a cache that cannot be written costs a warning and a compilation.
     cache: cache_folder() by default.
     Errors: CompileError with NVRTC's log.
     """
-    text = source.read_text()
+    text = _with_headers(source)
     path = (cache or cache_folder()) / f"{source.stem}-{arch}-{_key(text, arch, options)}.cubin"
     cubin = _read(path)
     if cubin is None:
@@ -54,6 +58,10 @@ def compile_cubin(
         except OSError as error:
             _logger.warning("compiled kernels are not kept, and compiled again at each start: %s", error)
     return cubin
+
+
+def _with_headers(source: Path) -> str:
+    return _INCLUDE.sub(lambda line: (source.parent / line[1]).read_text(), source.read_text())
 
 
 def _key(text: str, arch: str, options: Sequence[str]) -> str:

@@ -1,8 +1,4 @@
-"""The CUDA path of the LoRA op against the plainest loop in float64, outside and inside CUDA graphs.
-
-Tolerances: float32 2e-5, as on a CPU, where TF32 would be off by 1e-3; float16 2e-3 and bfloat16 2e-2, which
-the rounding of y alone may cost.
-"""
+"""The CUDA path of the LoRA op against the plainest loop in float64, outside and inside CUDA graphs."""
 
 from collections.abc import Sequence
 
@@ -13,6 +9,18 @@ from torch import Tensor
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
 from deltaplane_kernels.lora import RankPagePool
 from deltaplane_kernels.lora_segments import Blend, Segments
+from gpu_lora_pools import (
+    BLENDS,
+    DTYPES,
+    MAX_BLENDS,
+    MAX_TOKENS,
+    MEMBERS,
+    TOLERANCES,
+    filled_pool,
+    make_adapters,
+    random_rows,
+    same_bits,
+)
 from lora_cases import (
     BASE,
     MIXES,
@@ -26,74 +34,9 @@ from lora_cases import (
 
 BATCH_SIZES = (1, 2, 3, 7, 16, 33, 64, 133, 256)
 RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-DTYPES = list(TOLERANCES)
-MAX_TOKENS = 4096
 SMALL = make_layout()
 WIDE = make_layout(num_layers=1, hidden=2056, kv=520, intermediate=4104)
 """Several splits of the input and blocks of columns, neither in whole numbers."""
-
-
-MEMBERS = range(4)
-"""The adapters of make_adapters that take part in blends."""
-
-BLENDS: list[Blend] = [
-    ((0, 0.7), (2, -1.3)),
-    ((2, 1.5),),
-    ((3, 0.25), (1, 2.0), (0, -0.5)),
-    ((1, 1.0), (3, 1.0)),
-    ((3, 0.7), (2, 0.0), (1, -1.0), (0, 0.5)),
-]
-MAX_BLENDS = 3
-
-
-def make_adapters(layout: AdapterLayout, dtype: torch.dtype) -> list[Adapter]:
-    """Plain ones, then some with gains and biases: beside rank rows, across the end of a page, alone."""
-    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-    last = [layout.num_layers - 1]
-    return [
-        make_adapter(layout, 8, seed=1, dtype=dtype),
-        make_adapter(layout, 16, seed=2, modules=["q_proj", "v_proj"], dtype=dtype),
-        make_adapter(layout, [1, 4, 12, 3], seed=3, dtype=dtype),
-        make_adapter(layout, 17, seed=4, layers=last, dtype=dtype),
-        make_adapter(layout, 2, seed=5, modules=["down_proj"], dtype=dtype),
-        make_adapter(layout, 40, seed=6, modules=["k_proj", "up_proj"], dtype=dtype),
-        make_adapter(layout, [8, 3], seed=7, gains=[*attention, *mlp], dtype=dtype),
-        make_adapter(layout, [15, 7], seed=8, modules=attention, gains=mlp, biases=attention, dtype=dtype),
-        make_adapter(layout, 1, seed=9, modules=[], layers=last, biases=["k_proj", "o_proj"], dtype=dtype),
-        make_adapter(layout, 23, seed=10, gains=attention, biases=["q_proj", *mlp], dtype=dtype),
-    ]
-
-
-def filled_pool(
-    layout: AdapterLayout, adapters: Sequence[Adapter], dtype: torch.dtype, members: Sequence[int] = ()
-) -> RankPagePool:
-    """A pool with adapter i in slot i, in pages that run backwards and are never neighbours.
-
-    members: those that take part in blends. The others have NaN in the rows that they lack.
-    """
-    hosts = [
-        adapter.host_pages(dtype, beyond=0.0 if slot in members else torch.nan)
-        for slot, adapter in enumerate(adapters)
-    ]
-    free = list(range(2 * sum(len(host) for host in hosts)))
-    pool = RankPagePool(layout, len(free), len(adapters), dtype, "cuda", MAX_TOKENS, MAX_BLENDS)
-    pool.pages.fill_(torch.nan)
-    torch.cuda.synchronize()
-    for slot, (adapter, host) in enumerate(zip(adapters, hosts, strict=True)):
-        pages = [free.pop() for _ in range(2 * len(host))][::2]
-        pool.load(slot, pages, host.pin_memory(), adapter.rows)
-    pool.check_integrity()
-    return pool
-
-
-def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, width, generator=generator).to(dtype)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def check_output(

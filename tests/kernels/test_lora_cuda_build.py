@@ -1,13 +1,15 @@
-"""The CUDA source compiles for the GPUs that are served, and what is compiled is kept."""
+"""The CUDA sources compile for the GPUs that are served and agree with Python; what is compiled is kept."""
 
 import ctypes
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from deltaplane_kernels import lora_cuda, lora_slots
+from deltaplane_kernels import few_rows_cuda, lora_cuda, lora_slots
+from deltaplane_kernels.few_rows_cuda import FewRowLaunch, TensorMap
 from deltaplane_kernels.lora_cuda import DTYPES, SOURCE, Launch
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE
 from deltaplane_kernels.nvrtc import OPTIONS, CompileError, architecture, cache_folder, compile_cubin
@@ -37,10 +39,23 @@ def test_all_kernels_compile_without_a_gpu(arch: str, tmp_path: Path) -> None:
             assert f".text.{name}\0".encode() in cubin
 
 
-def test_the_launch_structure_is_that_of_the_source() -> None:
-    body = re.search(r"struct Launch \{(.*?)\n\};", SOURCE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100", "sm_120"])
+def test_the_product_of_few_rows_compiles_without_a_gpu(arch: str, tmp_path: Path) -> None:
+    cubin = compile_cubin(few_rows_cuda.SOURCE, arch, cache=tmp_path)
+    for dtype in few_rows_cuda.DTYPES.values():
+        assert f".text.few_rows_{dtype}\0".encode() in cubin
+
+
+@pytest.mark.parametrize(
+    ("source", "structure"),
+    [(SOURCE, Launch), (few_rows_cuda.SOURCE, FewRowLaunch)],
+    ids=["lora", "few_rows"],
+)
+def test_the_launch_structure_is_that_of_the_source(source: Path, structure: type[ctypes.Structure]) -> None:
+    body = re.search(r"struct Launch \{(.*?)\n\};", source.read_text(), re.DOTALL)
     assert body is not None
-    types = {
+    types: dict[str, Any] = {
+        "TensorMap": TensorMap,
         "const void*": ctypes.c_void_p,
         "void*": ctypes.c_void_p,
         "float*": ctypes.c_void_p,
@@ -50,7 +65,20 @@ def test_the_launch_structure_is_that_of_the_source() -> None:
     }
     fields = re.findall(r"^    (.+?) (\w+)(\[MAX_SLICES\])?;", body[1], re.MULTILINE)
     expected = [(name, types[kind] * 4 if array else types[kind]) for kind, name, array in fields]
-    assert Launch._fields_ == expected
+    assert structure._fields_ == expected
+
+
+def constants(*sources: Path) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for source in sources:
+        for name, expression in re.findall(
+            r"^constexpr int (\w+) = (.+?);", source.read_text(), re.MULTILINE
+        ):
+            values[name] = eval(expression.replace("/", "//"), {}, values)
+    return values
+
+
+ELEMENTS = SOURCE.parent / "elements.cuh"
 
 
 @pytest.mark.parametrize(
@@ -59,13 +87,14 @@ def test_the_launch_structure_is_that_of_the_source() -> None:
     + [(lora_slots, name) for name in ("MAX_RANK", "HAS_GAIN", "HAS_BIAS", "IS_BLEND")],
 )
 def test_the_constants_are_those_of_the_source(module: ModuleType, name: str) -> None:
-    values: dict[str, int] = {}
-    for constant, expression in re.findall(
-        r"^constexpr int (\w+) = (.+?);", SOURCE.read_text(), re.MULTILINE
-    ):
-        values[constant] = eval(expression, {}, values)
+    values = constants(ELEMENTS, SOURCE)
     assert getattr(module, name) == values[name]
     assert values["PAGE_ROWS"] == RANK_PAGE_ROWS
+
+
+@pytest.mark.parametrize("name", ["THREADS", "ROWS", "OUTPUTS", "COLUMNS", "BOX", "SHARED_BYTES"])
+def test_the_constants_of_the_product_of_few_rows_are_those_of_the_source(name: str) -> None:
+    assert getattr(few_rows_cuda, name) == constants(ELEMENTS, few_rows_cuda.SOURCE)[name]
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")])
@@ -93,6 +122,16 @@ def test_another_source_arch_or_option_is_another_cubin(tiny: Path, tmp_path: Pa
     tiny.write_text(TINY + "// changed\n")
     compile_cubin(tiny, "sm_90a", options, cache)
     assert len(cached(cache)) == 4
+
+
+def test_another_header_is_another_cubin(tmp_path: Path) -> None:
+    source, header, cache = tmp_path / "tiny.cu", tmp_path / "value.cuh", tmp_path / "cache"
+    header.write_text("constexpr int VALUE = 1;\n")
+    source.write_text('#include "value.cuh"\n\n' + TINY)
+    compile_cubin(source, "sm_90a", cache=cache)
+    header.write_text("constexpr int VALUE = 2;\n")
+    compile_cubin(source, "sm_90a", cache=cache)
+    assert len(cached(cache)) == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a file"])

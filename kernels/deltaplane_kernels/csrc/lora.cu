@@ -1,7 +1,7 @@
 // The LoRA op on rank pages: shrink, then expand. The equation and shapes are in lora.py, costs in lora_cuda.py.
 //
-// Compiled by NVRTC; needs no header. One launch serves any mix of adapters: what a step's rows belong to is read
-// from device memory, and a grid of as many blocks as the GPU holds walks over the work that it finds there.
+// Compiled by NVRTC. One launch serves any mix of adapters: what a step's rows belong to is read from device memory,
+// and a grid of as many blocks as the GPU holds walks over the work that it finds there.
 //
 // The unit of work is a tile: up to TILE rows of one slot. A block reads a weight once for all rows of a tile.
 // Each output element is summed by one thread in a fixed order, so equal steps give equal bits. Weight rows
@@ -10,15 +10,12 @@
 // A gain row g of B multiplies the y that expand reads anyway; a bias row is a rank row whose shrunk value is 1. A
 // blend of adapters is a slot that has the pages of all its members; shrink multiplies by the factor of each page.
 
-using uint = unsigned int;
-using ushort = unsigned short;       // a two-byte element that is only moved
+#include "elements.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
 constexpr int PAGE_ROWS = 8;        // rank rows of a matrix in a page
 constexpr int RANK_BLOCK = 16;      // rank rows of one tensor-core product: two pages
-constexpr int GROUP = 8;            // rows of x or y of one tensor-core product
-constexpr int VECTOR = 8;           // two-byte elements in 16 bytes
 constexpr int SUBTILE = 16;         // rows whose shrunk values lie in shared memory at a time
 constexpr int COLUMN_BLOCK = 256;   // columns of y of one block: 64 of each warp
 constexpr int MAX_RANK = 256;
@@ -65,8 +62,6 @@ struct Tile {
     int rows_at;                    // in the step's table: the numbers of its rows in x and y
 };
 
-__device__ int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
-
 __device__ int num_tiles(const Launch& launch) { return launch.step[0]; }
 
 __device__ Tile tile_at(const Launch& launch, int index) {
@@ -107,19 +102,6 @@ __device__ float* partial_at(const Launch& launch, int split, int place, int sli
     return launch.partial + (row * launch.num_slices + slice) * MAX_RANK;
 }
 
-// Programmatic dependent launch: the next kernel's blocks may start now; this kernel's inputs are complete.
-__device__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Weights never change under a kernel. Volatile all the same: loads are issued where they are written, early.
 __device__ uint4 load_weights(const void* address) {
     uint4 v;
@@ -141,43 +123,6 @@ __device__ float load_partial(const float* address) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
     return v;
 }
-
-struct BFloat16 {
-    static __device__ float2 unpack(uint pair) {
-        return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-    }
-    static __device__ uint pack(float2 v) {
-        uint pair;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(v.y), "f"(v.x));
-        return pair;
-    }
-    static __device__ void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-};
-
-struct Float16 {
-    static __device__ float2 unpack(uint pair) {
-        float2 v;
-        asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-            : "=f"(v.x), "=f"(v.y) : "r"(pair));
-        return v;
-    }
-    static __device__ uint pack(float2 v) {
-        uint pair;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(v.y), "f"(v.x));
-        return pair;
-    }
-    static __device__ void mma(float (&d)[4], uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-};
 
 __device__ void mma_tf32(float (&d)[4], float2 low, float2 high, float b0, float b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
