@@ -43,6 +43,7 @@ class ControlPlane:
         host_bytes: int = 1000,
         max_lora_rank: int = 64,
         loader_threads: int = 2,
+        max_watches: int = 1024,
         catalogue: str | Path = ":memory:",
         store: AdapterStore | None = None,
         fetcher: SourceFetcher | None = None,
@@ -56,7 +57,7 @@ class ControlPlane:
         self.manager = AdapterManager(
             loader=self.loader,
             pool=self.pool,
-            config=ManagerConfig(max_lora_rank, host_bytes, (self.root,), loader_threads),
+            config=ManagerConfig(max_lora_rank, host_bytes, (self.root,), loader_threads, max_watches),
             catalogue=Catalogue(catalogue),
             store=store,
             fetcher=fetcher or self.fetcher,

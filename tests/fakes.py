@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
-from deltaplane_controlplane.ports import AdapterManifest, HostAdapter, rank_pages
+from deltaplane_controlplane.ports import NO_LINKS, AdapterManifest, HostAdapter, Links, rank_pages
 
 CONFIG = "adapter_config.json"
 
@@ -55,7 +55,7 @@ class FakeLoader:
         self.packs: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def inspect(self, source: Path) -> AdapterManifest:
+    def inspect(self, source: Path, links: Links = NO_LINKS) -> AdapterManifest:
         with self._lock:
             self.inspections += 1
         try:
@@ -78,7 +78,7 @@ class FakeLoader:
             features=features,
         )
 
-    def pack(self, manifest: AdapterManifest) -> HostAdapter:
+    def pack(self, manifest: AdapterManifest, links: Links = NO_LINKS) -> HostAdapter:
         with self._lock:
             self.packs[manifest.digest] += 1
         assert self.gate.wait(30), "nobody opened the gate"

@@ -155,6 +155,22 @@ def stall(num_bytes: int) -> Fault:
     return answer
 
 
+def drip(num_bytes: int) -> Fault:
+    """Sends some of it, and then a byte now and then until the client leaves or all is sent."""
+
+    def answer(host: HttpHost, handler: BaseHTTPRequestHandler, content: bytes) -> None:
+        send(handler, 200, content, num_bytes=num_bytes, with_etag=host.has_etags)
+        host.stalled.set()
+        handler.close_connection = True
+        for position in range(num_bytes, len(content)):
+            if host.released.wait(0.01) or select.select([handler.connection], [], [], 0)[0]:
+                host.left.set()
+                return
+            handler.wfile.write(content[position : position + 1])
+
+    return answer
+
+
 def wrong_part(shift: int) -> Fault:
     """Answers a request for a part with one that begins elsewhere."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
-from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.books import Books
 from deltaplane_controlplane.drains import Drains
 from deltaplane_controlplane.errors import (
     AlreadyExistsError,
@@ -13,14 +13,10 @@ from deltaplane_controlplane.errors import (
 )
 from deltaplane_controlplane.events import EventType
 from deltaplane_controlplane.futures import done
-from deltaplane_controlplane.journal import Journal
-from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.pinning import Pinning
 from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_controlplane.registry import Registry, is_fetching, match_etag, no_version, not_found
-from deltaplane_controlplane.reports import Reports
-from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.turn import Turn, nothing
+from deltaplane_controlplane.registry import is_fetching, match_etag, no_version, not_found
+from deltaplane_controlplane.turn import nothing
 from deltaplane_controlplane.versions import NO_LABELS, Adapter, Version, highest
 from deltaplane_controlplane.views import AdapterView
 
@@ -34,31 +30,18 @@ class Administration:
     release: told of a folder that a version has left for another with the same files.
     """
 
-    def __init__(
-        self,
-        *,
-        monitor: Monitor,
-        registry: Registry,
-        residency: Residency,
-        catalogue: Catalogue,
-        journal: Journal,
-        reports: Reports,
-        turn: Turn,
-        pinning: Pinning,
-        release: Callable[[str], object],
-        clock: Callable[[], float],
-    ) -> None:
-        self._monitor = monitor
-        self._registry = registry
-        self._residency = residency
-        self._catalogue = catalogue
-        self._journal = journal
-        self._reports = reports
-        self._release = release
-        self._clock = clock
-        self._drains = Drains(monitor, residency)
-        self._turn = turn
+    def __init__(self, books: Books, pinning: Pinning, release: Callable[[str], object]) -> None:
+        self._monitor = books.monitor
+        self._registry = books.registry
+        self._residency = books.residency
+        self._catalogue = books.catalogue
+        self._journal = books.journal
+        self._reports = books.reports
+        self._turn = books.turn
+        self._clock = books.clock
         self._pinning = pinning
+        self._release = release
+        self._drains = Drains(books.monitor, books.residency)
 
     def admit(
         self,

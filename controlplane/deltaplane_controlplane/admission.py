@@ -165,7 +165,7 @@ class Admission:
         self, source: str, expected_digest: str, field: str, *, is_known: bool
     ) -> AdapterManifest:
         folder = self.roots.resolve(source, field, is_known=is_known)
-        manifest = self._loader.inspect(folder)
+        manifest = self._loader.inspect(folder, self.roots.blobs(folder))
         self._check_unmoved(source, folder, field, is_known=is_known)
         if expected_digest and manifest.digest != expected_digest.lower():
             raise InvalidArgumentError.for_field(
@@ -186,7 +186,7 @@ class Admission:
             self._check_size(manifest, "source")
         except DeltaplaneError as error:
             raise FailedPreconditionError(error.message, reason=error.reason) from error
-        adapter = self._loader.pack(replace(manifest, source=str(folder)))
+        adapter = self._loader.pack(replace(manifest, source=str(folder)), self.roots.blobs(folder))
         self._check_unmoved(manifest.path, folder, "source", is_known=True)
         return adapter
 
@@ -230,12 +230,12 @@ class Admission:
             features = f" with {', '.join(manifest.features)}" if manifest.features else ""
             return (
                 f"rank {manifest.rank}{features} takes {manifest.num_pages} rank pages and the device has "
-                f"{self._num_pages}: give it more adapter pages"
+                f"{self._num_pages}: raise --adapter-pages"
             )
         if manifest.host_bytes > self._host_cache_bytes:
             return (
                 f"it takes {manifest.host_bytes} bytes of host memory and the host cache has "
-                f"{self._host_cache_bytes}: give it more"
+                f"{self._host_cache_bytes}: raise --lora-host-memory or --max-cpu-loras"
             )
         return ""
 

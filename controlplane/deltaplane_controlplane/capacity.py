@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.pins import max_pinned_slots
-from deltaplane_controlplane.ports import rank_pages
+from deltaplane_controlplane.ports import MAX_VECTOR_ROWS, rank_pages
 from deltaplane_controlplane.tiers import DeviceTier, HostTier
 from deltaplane_controlplane.versions import Version
 from deltaplane_controlplane.views import CapacityView, RankCapacity, TierCapacity
@@ -26,14 +26,14 @@ def capacity_view(
     """What the tiers hold, and how many more adapters of each rank fit.
 
     pinned: what is pinned on the device, there or on its way.
-    ranks: empty means the usual ones as far as they are allowed, and the highest.
+    ranks: empty means the usual ones as far as they are allowed, and the highest. The answers are for
+        adapters with nothing but LoRA in the layers. Those with DoRA have a row more, and so take what one
+        more rank does, which may be over the highest; with biases they have yet another.
     In host memory an adapter is taken to need what it takes on the device.
     Errors: InvalidArgumentError (field "ranks").
     """
     free_slots, free_pages = device.num_free_slots, device.pages.num_free
-    evictable = [v.placement for v in device.evictable if v.placement is not None]
-    available_slots = free_slots + len(evictable)
-    available_pages = free_pages + sum(len(placement.pages) for placement in evictable)
+    available_slots, available_pages = device.available
     free_host_bytes = host.max_bytes - host.used_bytes
     pinned_pages = sum(version.num_pages for version in pinned)
     unpinned_pages = max(device.pages.num_pages - pinned_pages, 0)
@@ -77,8 +77,10 @@ def _checked(ranks: Sequence[int], highest: int) -> Sequence[int]:
             "ranks", f"{len(ranks)} are asked for, at most {MAX_RANKS} at once"
         )
     for index, rank in enumerate(ranks):
-        if not 1 <= rank <= highest:
+        if not 1 <= rank <= highest + MAX_VECTOR_ROWS:
             raise InvalidArgumentError.for_field(
-                f"ranks[{index}]", f"{rank} is not between 1 and --max-lora-rank {highest}"
+                f"ranks[{index}]",
+                f"{rank} is not between 1 and --max-lora-rank {highest}, with a row more for DoRA and "
+                "another for biases",
             )
     return ranks or sorted({rank for rank in _USUAL_RANKS if rank <= highest} | {highest})

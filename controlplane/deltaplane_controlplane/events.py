@@ -19,6 +19,8 @@ from deltaplane_controlplane.views import AdapterView
 
 _TOKEN = re.compile(r"(?P<epoch>[0-9a-f]{8})\.(?P<sequence>-1|[0-9]{1,18})")
 
+_BUSY_RETRY_S = 5.0
+
 
 class EventType(Enum):
     """What an event tells (see AdapterEventType in adapters.proto)."""
@@ -55,12 +57,14 @@ class EventLog:
     from its token while the log still reaches back that far, and has until then to catch up.
 
     Readers share the log and have no queue of their own, so a reader that never reads costs nothing. The
-    idea is etcd's: a watch is a position in a bounded history.
+    idea is etcd's: a watch is a position in a bounded history. Each event wakes all readers, so there are at
+    most `max_readers`.
     """
 
-    def __init__(self, capacity: int = 8192, max_lag: int = 2048) -> None:
+    def __init__(self, capacity: int = 8192, max_lag: int = 2048, max_readers: int = 1024) -> None:
         self._ring: list[AdapterEvent | None] = [None] * capacity
         self._max_lag = max_lag
+        self._max_readers = max_readers
         self._next = 0
         self._epoch = secrets.token_hex(4)
         self._subscriptions: set[Subscription] = set()
@@ -85,9 +89,17 @@ class EventLog:
         """A reader that starts behind the event of `resume_token`, or with what comes next.
 
         wake: called from any thread when there may be something to read.
-        Errors: InvalidArgumentError (no token of ours), OutOfRangeError (too old, or of another process).
+        Errors: InvalidArgumentError (no token of ours), OutOfRangeError (too old, or of another process),
+        ResourceExhaustedError (too many readers).
         """
         with self._lock:
+            if len(self._subscriptions) >= self._max_readers:
+                raise ResourceExhaustedError(
+                    f"{len(self._subscriptions)} watches are open, which is all that --max-watches lets in: "
+                    "end one, or raise the limit",
+                    reason="TOO_MANY_WATCHES",
+                    retry_after_s=_BUSY_RETRY_S,
+                )
             position = self._position(resume_token)
             is_behind = self._next - position > self._max_lag
             subscription = Subscription(self, wake, position, is_catching_up=is_behind)

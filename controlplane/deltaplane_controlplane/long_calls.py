@@ -9,6 +9,7 @@ from typing import Any
 
 from deltaplane_controlplane.administration import Administration
 from deltaplane_controlplane.admission import Admission, check_labels, check_name
+from deltaplane_controlplane.books import Books
 from deltaplane_controlplane.errors import (
     DeltaplaneError,
     InvalidArgumentError,
@@ -17,15 +18,12 @@ from deltaplane_controlplane.errors import (
 )
 from deltaplane_controlplane.futures import done
 from deltaplane_controlplane.idempotency import IdempotencyCache
-from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.operation import Operation
 from deltaplane_controlplane.operation_views import OperationKind
 from deltaplane_controlplane.operations import Operations
 from deltaplane_controlplane.pinning import Pinning
 from deltaplane_controlplane.ports import AdapterManifest
-from deltaplane_controlplane.registry import Registry, no_version
-from deltaplane_controlplane.reports import Reports
-from deltaplane_controlplane.residency import Residency
+from deltaplane_controlplane.registry import no_version
 from deltaplane_controlplane.versions import NO_LABELS, Tier, Version
 from deltaplane_controlplane.views import AdapterView
 
@@ -42,24 +40,21 @@ class LongCalls:
 
     def __init__(
         self,
+        books: Books,
         *,
-        monitor: Monitor,
-        registry: Registry,
-        residency: Residency,
         admission: Admission,
         administration: Administration,
         pinning: Pinning,
-        reports: Reports,
         operations: Operations,
         answers: IdempotencyCache[Any],
     ) -> None:
-        self._monitor = monitor
-        self._registry = registry
-        self._residency = residency
+        self._monitor = books.monitor
+        self._registry = books.registry
+        self._residency = books.residency
+        self._reports = books.reports
         self._admission = admission
         self._administration = administration
         self._pinning = pinning
-        self._reports = reports
         self._operations = operations
         self._answers = answers
 

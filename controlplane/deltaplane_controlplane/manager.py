@@ -12,6 +12,7 @@ import structlog
 from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.administration import Administration
 from deltaplane_controlplane.admission import Admission, check_labels, check_name
+from deltaplane_controlplane.books import Books
 from deltaplane_controlplane.catalogue import Catalogue
 from deltaplane_controlplane.composition import check_composition
 from deltaplane_controlplane.errors import (
@@ -57,12 +58,14 @@ class ManagerConfig:
     host_cache_bytes: bound of packed adapters in host memory. What loader threads are packing comes on top.
     allowed_roots: folders from which adapters may be registered.
     loader_threads: adapters that are read and packed at the same time.
+    max_watches: readers of events at once.
     """
 
     max_lora_rank: int
     host_cache_bytes: int
     allowed_roots: tuple[Path, ...] = ()
     loader_threads: int = LOADER_THREADS
+    max_watches: int = 1024
 
 
 class AdapterManager:
@@ -106,13 +109,30 @@ class AdapterManager:
         self.operations = Operations(clock)
         self._answers: IdempotencyCache[Any] = IdempotencyCache()
         self._hook_gone: Callable[[int], object] | None = None
-        self._monitor = Monitor()
-        self._registry = Registry()
-        self._events = EventLog()
-        self._journal = Journal(self._monitor, self._events, lambda a: self._reports.view(a), clock)
-        self._residency = Residency(
-            monitor=self._monitor,
-            record=self._journal.record,
+        self._events = EventLog(max_readers=config.max_watches)
+        books = self._open_books(pool, config, catalogue, clock)
+        self._monitor, self._registry, self._residency = books.monitor, books.registry, books.residency
+        self._reports, self._journal = books.reports, books.journal
+        self._pinning = Pinning(books)
+        self._administration = Administration(books, self._pinning, release=self._admission.give_back)
+        self.calls = LongCalls(
+            books,
+            admission=self._admission,
+            administration=self._administration,
+            pinning=self._pinning,
+            operations=self.operations,
+            answers=self._answers,
+        )
+        self._restore(catalogue)
+
+    def _open_books(
+        self, pool: DevicePool, config: ManagerConfig, catalogue: Catalogue, clock: Callable[[], float]
+    ) -> Books:
+        monitor, registry = Monitor(), Registry()
+        journal = Journal(monitor, self._events, lambda adapter: reports.view(adapter), clock)
+        residency = Residency(
+            monitor=monitor,
+            record=journal.record,
             gone=self._on_gone,
             files=self._admission,
             pool=pool,
@@ -120,49 +140,15 @@ class AdapterManager:
             loader_threads=config.loader_threads,
             clock=clock,
         )
-        self._reports = Reports(
-            self._monitor,
-            self._registry,
-            self._residency,
+        reports = Reports(
+            monitor,
+            registry,
+            residency,
             operation_on=self.operations.running_on,
             page_bytes=pool.page_bytes,
             max_lora_rank=config.max_lora_rank,
         )
-        turn = Turn()
-        self._pinning = Pinning(
-            monitor=self._monitor,
-            registry=self._registry,
-            residency=self._residency,
-            catalogue=catalogue,
-            journal=self._journal,
-            reports=self._reports,
-            turn=turn,
-            clock=clock,
-        )
-        self._administration = Administration(
-            monitor=self._monitor,
-            registry=self._registry,
-            residency=self._residency,
-            catalogue=catalogue,
-            journal=self._journal,
-            reports=self._reports,
-            turn=turn,
-            pinning=self._pinning,
-            release=self._admission.give_back,
-            clock=clock,
-        )
-        self.calls = LongCalls(
-            monitor=self._monitor,
-            registry=self._registry,
-            residency=self._residency,
-            admission=self._admission,
-            administration=self._administration,
-            pinning=self._pinning,
-            reports=self._reports,
-            operations=self.operations,
-            answers=self._answers,
-        )
-        self._restore(catalogue)
+        return Books(monitor, registry, residency, reports, journal, Turn(), catalogue, clock)
 
     # Life
 

@@ -5,16 +5,12 @@ from concurrent.futures import Future
 
 import structlog
 
-from deltaplane_controlplane.catalogue import Catalogue
+from deltaplane_controlplane.books import Books
 from deltaplane_controlplane.errors import FailedPreconditionError
 from deltaplane_controlplane.events import EventType
-from deltaplane_controlplane.journal import Journal
-from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.pins import check_pin
-from deltaplane_controlplane.registry import Registry, match_etag, no_version
-from deltaplane_controlplane.reports import Reports
-from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.turn import Turn, nothing
+from deltaplane_controlplane.registry import match_etag, no_version
+from deltaplane_controlplane.turn import nothing
 from deltaplane_controlplane.versions import Adapter, Tier, Version
 from deltaplane_controlplane.views import AdapterView
 
@@ -28,26 +24,15 @@ class Pinning:
     kept beside the current one.
     """
 
-    def __init__(
-        self,
-        *,
-        monitor: Monitor,
-        registry: Registry,
-        residency: Residency,
-        catalogue: Catalogue,
-        journal: Journal,
-        reports: Reports,
-        turn: Turn,
-        clock: Callable[[], float],
-    ) -> None:
-        self._monitor = monitor
-        self._registry = registry
-        self._residency = residency
-        self._catalogue = catalogue
-        self._journal = journal
-        self._reports = reports
-        self._turn = turn
-        self._clock = clock
+    def __init__(self, books: Books) -> None:
+        self._monitor = books.monitor
+        self._registry = books.registry
+        self._residency = books.residency
+        self._catalogue = books.catalogue
+        self._journal = books.journal
+        self._reports = books.reports
+        self._turn = books.turn
+        self._clock = books.clock
 
     def hold(self, name: str, tier: Tier, *, number: int | None, etag: str) -> tuple[Version, Future[None]]:
         """Begins to bring a version to a tier, and keeps it there until `end_hold`.

@@ -6,15 +6,24 @@ The server implements these over torch; tests implement them over nothing.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 RANK_PAGE_ROWS = 8
 """Rank rows of every adapted matrix of every layer that one rank page holds."""
 
 
-def rank_pages(rank: int) -> int:
-    """Rank pages that an adapter of `rank` with no other features takes: ceil(rank / RANK_PAGE_ROWS)."""
-    return -(-rank // RANK_PAGE_ROWS)
+MAX_VECTOR_ROWS = 2
+"""Rows that an adapter may have beside those of its rank: the gains of DoRA, and biases."""
+
+
+def rank_pages(num_rows: int) -> int:
+    """Rank pages for matrices of so many rows: ceil(num_rows / RANK_PAGE_ROWS).
+
+    Of an adapter that has nothing but LoRA in the layers, the rows are its rank. DoRA takes one more, and so
+    do biases.
+    """
+    return -(-num_rows // RANK_PAGE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +139,24 @@ class HostAdapter(Protocol):
     def pack_ms(self) -> float: ...
 
 
-class AdapterLoader(Protocol):
-    """Reads adapters from their source. Called from any thread but the engine's."""
+Links = Mapping[str, Path]
+"""Links of a folder: by name, the real path that each led to when it was trusted."""
 
-    def inspect(self, source: Path) -> AdapterManifest:
+NO_LINKS: Links = MappingProxyType({})
+
+
+class AdapterLoader(Protocol):
+    """Reads adapters from their source, through no link but those that it is given. Called from any thread
+    but the engine's."""
+
+    def inspect(self, source: Path, links: Links = NO_LINKS) -> AdapterManifest:
         """Checks config, names, shapes, dtypes, values and digest.
 
         Errors: InvalidArgumentError, which names what cannot be served exactly.
         """
         ...
 
-    def pack(self, manifest: AdapterManifest) -> HostAdapter:
+    def pack(self, manifest: AdapterManifest, links: Links = NO_LINKS) -> HostAdapter:
         """Reads the files once, checks them again (they must still have the digest) and packs them.
 
         Errors: FailedPreconditionError (gone or changed), InvalidArgumentError (not servable).

@@ -13,7 +13,7 @@ from deltaplane_controlplane.monitor import Monitor
 from deltaplane_controlplane.ports import AdapterManifest
 from deltaplane_controlplane.registry import Registry, not_found, unknown_files
 from deltaplane_controlplane.residency import Residency
-from deltaplane_controlplane.versions import NO_LABELS, Adapter, AdapterState, Tier, Version
+from deltaplane_controlplane.versions import NO_LABELS, Adapter, AdapterState, Tier
 from deltaplane_controlplane.views import (
     AdapterPage,
     AdapterStats,
@@ -57,7 +57,7 @@ class Reports:
 
     def view(self, adapter: Adapter) -> AdapterView:
         """One adapter; the monitor is held."""
-        return self._view(adapter, self._residency.device.eviction_order())
+        return self._view(adapter, self._residency.device.eviction_position(adapter.current))
 
     def preview(self, name: str, manifest: AdapterManifest, labels: Mapping[str, str]) -> AdapterView:
         """An adapter that was checked and is not registered."""
@@ -140,10 +140,8 @@ class Reports:
                 waiting=tuple(sorted(residency.waiting)),
             )
 
-    def _view(self, adapter: Adapter, positions: Mapping[Version, int]) -> AdapterView:
-        return adapter_view(
-            adapter, self._page_bytes, positions.get(adapter.current), self._operation_on(adapter.name)
-        )
+    def _view(self, adapter: Adapter, lru_position: int | None) -> AdapterView:
+        return adapter_view(adapter, self._page_bytes, lru_position, self._operation_on(adapter.name))
 
     def _names(self) -> Sequence[str]:
         with self._monitor:
@@ -156,7 +154,7 @@ class Reports:
             with self._monitor:
                 positions = self._residency.device.eviction_order()
                 views += (
-                    self._view(adapter, positions)
+                    self._view(adapter, positions.get(adapter.current))
                     for adapter in islice(self._matching(batch, matches), count - len(views))
                 )
             if len(views) == count:

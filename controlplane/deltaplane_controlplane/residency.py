@@ -483,9 +483,11 @@ class Residency:
     def _device_problem(self, versions: Sequence[Version]) -> str:
         """Why versions could not be on the device together even if all requests ended; empty where they
         could."""
-        if all(version.resident for version in versions):
-            return ""
         device = self.device
+        missing = [version for version in versions if not version.resident]
+        num_missing_pages = sum(version.num_pages for version in missing)
+        if len(missing) <= device.num_free_slots and num_missing_pages <= device.pages.num_free:
+            return ""
         pinned = [v for v in device.order if Tier.DEVICE in v.pins]
         others = [v for v in versions if v not in pinned]
         num_pages = sum(v.num_pages for v in others)
@@ -515,10 +517,11 @@ class Residency:
                 f"{self.host.held_bytes} are pinned or in use"
             )
         else:
-            held = self.device.num_slots - self.device.num_free_slots - len(self.device.evictable)
+            slots, pages = self.device.num_slots, self.device.pages.num_pages
+            available_slots, available_pages = self.device.available
             what = (
-                f"a slot and {version.num_pages} rank pages on the device; of {self.device.num_slots} slots, "
-                f"{held} are pinned or in use"
+                f"a slot and {version.num_pages} rank pages on the device; {slots - available_slots} of "
+                f"{slots} slots and {pages - available_pages} of {pages} rank pages are pinned or in use"
             )
         return ResourceExhaustedError(f"no room for adapter {version}: it needs {what}", reason="NO_ROOM")
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import grpc
@@ -199,8 +200,10 @@ class AdapterServicer(AdapterServiceServicer):
     async def WatchAdapters(
         self, request: pb.WatchAdaptersRequest, context: _Context
     ) -> AsyncIterator[pb.WatchAdaptersResponse]:
-        async for item in watch(self._manager, request.filter, request.resume_token):
-            yield to_watch(item)
+        items = watch(self._manager, request.filter, request.resume_token)
+        async with aclosing(items):
+            async for item in items:
+                yield to_watch(item)
 
     async def _answer(self, operation: Operation, at_once: bool, source: str = "") -> pb.Adapter:
         """The adapter at the end of an operation, or `at_once` as it is. A caller who goes away leaves the

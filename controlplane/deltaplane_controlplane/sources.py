@@ -2,11 +2,12 @@
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_controlplane.ports import NO_LINKS, Links
 
 MAX_SOURCE_LENGTH = 4096
 MAX_ENTRIES = 4096
@@ -25,18 +26,37 @@ class AllowedRoots:
 
     def __init__(self, roots: Iterable[Path] = (), store: Path | None = None) -> None:
         self._roots = tuple(dict.fromkeys(_real(root) for root in roots))
+        self._links: Mapping[Path, Links] = {}
         self._store = store
         self._lock = threading.Lock()
 
     def trust(self, folder: Path) -> None:
-        """Allows an adapter's folder, and the files that links in it lead to, as they are now.
+        """Allows an adapter's folder, and the links in it as they lead now.
 
-        For adapters that the one who starts the server names: the folders of download caches hold links.
+        For adapters that the one who starts the server names.
         """
         real = _real(folder)
-        links = [_real(entry) for entry in real.iterdir() if entry.is_symlink()] if real.is_dir() else []
+        entries = real.iterdir() if real.is_dir() else ()
+        links = {entry.name: _real(entry) for entry in entries if entry.is_symlink()}
         with self._lock:
-            self._roots = tuple(dict.fromkeys((*self._roots, real, *links)))
+            self._roots = tuple(dict.fromkeys((*self._roots, real)))
+            self._links = {**self._links, real: links}
+
+    def blobs(self, folder: Path) -> Links:
+        """The links of a trusted folder that its files may be read through: those of a snapshot in the cache
+        of the Hugging Face hub, which lead to what the cache keeps beside it, of this repository or of all,
+
+            <cache>/<repository>/snapshots/<commit>/<file> -> <cache>/<repository>/blobs/<digest>
+                                                              <cache>/blobs/<2 digits>/<digest>
+
+        folder: as `resolve` answers it.
+        """
+        repository = folder.parent.parent
+        if folder.parent.name != "snapshots" or not repository.name.startswith("models--"):
+            return NO_LINKS
+        stores = (repository / "blobs", repository.parent / "blobs")
+        links = self._links.get(folder, NO_LINKS)
+        return {name: path for name, path in links.items() if any(map(path.is_relative_to, stores))}
 
     def resolve(self, source: str, field: str = "source", *, is_known: bool = False) -> Path:
         """The real path of an adapter's folder.
@@ -64,8 +84,11 @@ class AllowedRoots:
             raise _unreadable(field, f"{source!r} cannot be read: {error.strerror}") from None
         if links is None:
             raise _unreadable(field, f"{source!r} has over {MAX_ENTRIES} entries; an adapter has a few")
+        trusted = self._links.get(folder, NO_LINKS)
         for name in links:
-            self._check_inside(_real(folder / name), f"{source}/{name}", field, is_known)
+            path = _real(folder / name)
+            if path != trusted.get(name):
+                self._check_inside(path, f"{source}/{name}", field, is_known)
         return folder
 
     def __str__(self) -> str:

@@ -87,6 +87,11 @@ class DeviceTier:
         """Those that may go, in the order in which they go."""
         return [v for v in self.order if self.is_evictable(v)]
 
+    def eviction_position(self, version: Version) -> int | None:
+        """The place of a version in the order in which they go, from 0; None where it may not go."""
+        may_go = version.resident and self.is_evictable(version)
+        return self.evictable.index(version) if may_go else None
+
     def eviction_order(self) -> dict[Version, int]:
         """The place of each that may go in the order in which they go, from 0."""
         return {version: position for position, version in enumerate(self.evictable)}
@@ -96,6 +101,13 @@ class DeviceTier:
         return sum(
             len(v.placement.pages) for v in self.order if v.placement is not None and Tier.DEVICE in v.pins
         )
+
+    @property
+    def available(self) -> tuple[int, int]:
+        """Slots and pages that hold nothing, or what may be evicted."""
+        placements = [v.placement for v in self.evictable if v.placement is not None]
+        num_pages = sum(len(placement.pages) for placement in placements)
+        return self.num_free_slots + len(placements), self.pages.num_free + num_pages
 
     def find_room(self, num_pages: int, claimed: Iterable[Version] = ()) -> list[Version] | None:
         """Versions whose going makes room for one of `num_pages`; None where there cannot be.

@@ -20,6 +20,8 @@ class Tier(Enum):
     HOST = "host"
     DEVICE = "device"
 
+    __hash__ = object.__hash__  # Enum's own is Python, and pins are looked up for each resident version
+
 
 NO_PINS: frozenset[Tier] = frozenset()
 

@@ -1,7 +1,7 @@
 """The stream behind WatchAdapters: adapters as they are, then every change."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from deltaplane_controlplane.events import AdapterEvent, EventType
@@ -67,13 +67,14 @@ class FilterView:
 
 async def watch(
     manager: AdapterManager, filter: str = "", resume_token: str = ""
-) -> AsyncIterator[SnapshotItem | SnapshotEnd | Change]:
+) -> AsyncGenerator[SnapshotItem | SnapshotEnd | Change, None]:
     """All adapters that pass a filter, then every change of one that passes or did until then; with a token
-    only what changed since. Never ends by itself.
+    only what changed since. Never ends by itself; close it, so that another may watch in its place.
 
     A change that happens while the snapshot is sent follows it, though the snapshot may show it already.
     Errors: InvalidArgumentError (filter, token), OutOfRangeError (the token is too old),
-    ResourceExhaustedError (the reader is too slow), UnavailableError (the server shuts down).
+    ResourceExhaustedError (the reader is too slow, or there are too many), UnavailableError (the server shuts
+    down).
     """
     view = FilterView(parse_filter(filter), is_resumed=bool(resume_token))
     loop = asyncio.get_running_loop()

@@ -189,6 +189,7 @@ class RankPagePool:
         self._side_layout = side_page_layout(layout)
         self._side = make_side(self._side_layout, self.pages, num_slots, max_tokens)
         self._slots: dict[int, _Slot] = {}
+        self._taken: set[int] = set()
         self._lock = threading.Lock()
 
     def load(
@@ -230,8 +231,10 @@ class RankPagePool:
     def clear(self, slot: int) -> None:
         """Unbinds a slot; its pages are free afterwards. Errors: ValueError where it is not bound."""
         with self._lock:
-            if self._slots.pop(slot, None) is None:
+            entry = self._slots.pop(slot, None)
+            if entry is None:
                 raise ValueError(f"slot {slot} holds no adapter")
+            self._taken.difference_update(entry.pages)
             if self._side is not None:
                 self._side.clear(slot)
 
@@ -281,9 +284,11 @@ class RankPagePool:
         with self._lock:
             slots = sorted(self._slots)
             pages = sorted(page for entry in self._slots.values() for page in entry.pages)
+            taken = sorted(self._taken)
         assert all(0 <= slot < self.num_slots for slot in slots), f"slots {slots} of {self.num_slots}"
         assert all(0 <= page < self.num_pages for page in pages), f"pages {pages} of {self.num_pages}"
         assert len(pages) == len(set(pages)), f"a page belongs to two slots: {pages}"
+        assert taken == pages, f"pages {taken} are taken, {pages} are bound"
 
     def _check_fit(
         self, pages: Sequence[int], host_pages: Tensor, rows: AdapterRows, side: SideShape
@@ -314,10 +319,11 @@ class RankPagePool:
         with self._lock:
             if slot in self._slots:
                 raise ValueError(f"slot {slot} is bound; clear it first")
-            taken = {page for other in self._slots.values() for page in other.pages}.intersection(pages)
+            taken = self._taken.intersection(pages)
             if taken:
                 raise ValueError(f"pages {sorted(taken)} belong to another slot")
             self._slots[slot] = entry
+            self._taken.update(pages)
 
     def _bound(self, slot: int) -> _Slot:
         entry = self._slots.get(slot)

@@ -194,12 +194,15 @@ def _with_flag(error: DeltaplaneError) -> str:
 def _announce(config: ServerConfig, ports: Ports, server: Server, seconds: float) -> None:
     """Tells people in the log, and programs in the ports file."""
     capacity = server.manager.capacity()
+    with_dora = server.manager.capacity([capacity.max_lora_rank + 1])
+    fits = {f"rank {fit.rank}": fit for fit in capacity.by_rank}
+    fits[f"rank {capacity.max_lora_rank} with DoRA"] = with_dora.by_rank[0]
     log.info(
         "server.capacity",
         slots=capacity.slots,
         rank_pages=capacity.rank_pages,
-        on_device={f"rank {fit.rank}": fit.fit_available for fit in capacity.by_rank},
-        in_host_memory={f"rank {fit.rank}": fit.fit_host for fit in capacity.by_rank},
+        on_device={what: fit.fit_available for what, fit in fits.items()},
+        in_host_memory={what: fit.fit_host for what, fit in fits.items()},
     )
     log.info(
         "server.ready",

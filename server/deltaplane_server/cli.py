@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from deltaplane_controlplane.ports import RANK_PAGE_ROWS, rank_pages
 from deltaplane_server import cli_values as values
 from deltaplane_server.config import EngineConfig, LogFormat, LoraModule, ServerConfig
 from deltaplane_server.startup import StartupError, one_line
@@ -53,6 +54,7 @@ def server_config(arguments: argparse.Namespace) -> ServerConfig:
     """Checks what no single option can tell, and makes the configuration. Errors: StartupError."""
     _check_ports(arguments)
     _check_adapters(arguments)
+    _check_adapter_pages(arguments)
     _check_scheduling(arguments)
     name = arguments.served_model_name or _served_name(arguments.model)
     return ServerConfig(
@@ -68,6 +70,8 @@ def server_config(arguments: argparse.Namespace) -> ServerConfig:
         lora_modules=tuple(arguments.lora_modules),
         adapter_roots=tuple(arguments.adapter_roots),
         adapter_sources=tuple(arguments.adapter_sources),
+        fetch_timeout_s=arguments.fetch_timeout,
+        max_watches=arguments.max_watches,
         drain_timeout_s=arguments.drain_timeout,
         tls_cert_file=arguments.tls_cert_file,
         tls_key_file=arguments.tls_key_file,
@@ -100,6 +104,7 @@ def _engine_config(arguments: argparse.Namespace, name: str) -> EngineConfig:
         enable_lora=arguments.enable_lora,
         max_loras=arguments.max_loras,
         max_lora_rank=arguments.max_lora_rank,
+        adapter_pages=arguments.adapter_pages,
         max_cpu_loras_bytes=arguments.lora_host_memory,
         max_cpu_loras=arguments.max_cpu_loras,
         max_waiting=arguments.max_waiting,
@@ -139,6 +144,15 @@ def _check_adapters(arguments: argparse.Namespace) -> None:
                 f"--lora-modules names {module.name!r} twice ({other.source} and {module.source}); "
                 "give each a name of its own"
             )
+
+
+def _check_adapter_pages(arguments: argparse.Namespace) -> None:
+    pages, rank = arguments.adapter_pages, arguments.max_lora_rank
+    if pages is not None and pages < (needed := rank_pages(rank)):
+        raise StartupError(
+            f"--adapter-pages {pages} is below the {needed} that an adapter of --max-lora-rank {rank} takes; "
+            "raise the former or lower the latter"
+        )
 
 
 def _check_scheduling(arguments: argparse.Namespace) -> None:
@@ -257,14 +271,29 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         help="remote places from which adapters may be registered while the server runs: hf:// or hf://org/, "
         "https://host/path/, s3://bucket/prefix/",
     )
+    group.add_argument(
+        "--fetch-timeout",
+        type=values.positive_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="how long fetching an adapter from a remote place may take",
+    )
     group.add_argument("--max-loras", type=values.positive, default=4, help="the most adapters in one step")
     group.add_argument("--max-lora-rank", type=values.lora_rank, default=16, help="the highest rank accepted")
+    group.add_argument(
+        "--adapter-pages",
+        type=values.positive,
+        metavar="N",
+        help=f"rank pages on the device; an adapter takes one for each {RANK_PAGE_ROWS} of its rows: as many "
+        "as its rank, one more with DoRA, and one more with biases (default: room for --max-loras adapters "
+        "of --max-lora-rank with LoRA alone)",
+    )
     host = group.add_mutually_exclusive_group()
     host.add_argument(
         "--max-cpu-loras",
         type=values.positive,
         metavar="N",
-        help="host memory for adapters, as room for this many of the highest rank",
+        help="host memory for adapters, as room for this many of the highest rank with LoRA alone",
     )
     host.add_argument(
         "--lora-host-memory",
@@ -339,6 +368,13 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--admin-host", default="127.0.0.1", help="address of the control plane")
     group.add_argument("--admin-port", type=values.port, default=50052, help="port of the control plane")
+    group.add_argument(
+        "--max-watches",
+        type=values.positive,
+        default=1024,
+        metavar="N",
+        help="the most WatchAdapters streams of the control plane at once",
+    )
     group.add_argument("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
     group.add_argument(
         "--http-port", type=values.port, default=9400, help="port of /metrics, /healthz and /readyz"

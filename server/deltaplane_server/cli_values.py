@@ -79,6 +79,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    """Seconds, more than 0."""
+    value = _number(text)
+    if value <= 0:
+        raise ArgumentTypeError(f"{text} is no time at all; give seconds, such as 30")
+    return value
+
+
 def _number(text: str) -> float:
     try:
         value = float(text)

@@ -18,12 +18,16 @@ class EngineConfig:
     max_loras: slots on the device, and so the most distinct adapters in a step.
     max_cpu_loras_bytes: bound of the host cache of adapters.
     max_cpu_loras: bounds it to this many adapters of the highest rank in place of max_cpu_loras_bytes.
-    adapter_pages: rank pages on the device; None gives each slot ceil(max_lora_rank / 8).
+    adapter_pages: rank pages on the device; None gives each slot those of the highest rank.
     seed: makes the draws of requests that bring no seed repeatable, as long as they come in the same order;
         None leaves them random.
     max_waiting: requests that may wait before new ones are refused.
     num_threads: CPU threads of a step; None is all cores but one (see execution.device), and 1 beside a GPU.
     enforce_eager: no CUDA graphs: a GPU starts sooner and decodes more slowly.
+
+    What is sized by the highest rank is for LoRA alone, ceil(max_lora_rank / 8) pages an adapter: DoRA and
+    biases take a row more each (see ports.rank_pages), and so a page where the last one is full. All slots
+    can hold such adapters at once where adapter_pages says so.
     """
 
     model: str
@@ -48,6 +52,13 @@ class EngineConfig:
     seed: int | None = None
     num_threads: int | None = None
     enforce_eager: bool = False
+
+    @property
+    def num_adapter_pages(self) -> int:
+        """Rank pages on the device."""
+        if self.adapter_pages is not None:
+            return self.adapter_pages
+        return self.max_loras * rank_pages(self.max_lora_rank)
 
     def host_cache_bytes(self, page_bytes: int) -> int:
         """Bound of the host cache of adapters. page_bytes: of a rank page."""
@@ -81,6 +92,8 @@ class ServerConfig:
     adapter_roots: folders from which the control plane may register adapters, beside lora_modules' own.
     adapter_sources: what remote adapters may lie under that the control plane registers, beside lora_modules'
         own addresses.
+    fetch_timeout_s: seconds that fetching an adapter from a remote place may take.
+    max_watches: WatchAdapters streams of the control plane at once.
     drain_timeout_s: seconds that running streams get at shutdown.
     tls_cert_file, tls_key_file: in PEM; both ports of gRPC then speak TLS. Both or none.
     tls_client_ca_file: authorities, in PEM, one of which must have signed a client's certificate.
@@ -103,6 +116,8 @@ class ServerConfig:
     lora_modules: tuple[LoraModule, ...] = ()
     adapter_roots: tuple[Path, ...] = ()
     adapter_sources: tuple[Address, ...] = ()
+    fetch_timeout_s: float = 1800.0
+    max_watches: int = 1024
     drain_timeout_s: float = 30.0
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None

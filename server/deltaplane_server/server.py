@@ -22,7 +22,7 @@ from deltaplane_server.access.plane_access import Access
 from deltaplane_server.adapters.file_bounds import file_bounds
 from deltaplane_server.adapters.remote.addresses import AllowedSources, is_remote, parse_prefix
 from deltaplane_server.adapters.remote.bucket import check_installed
-from deltaplane_server.adapters.remote.fetcher import RemoteFetcher
+from deltaplane_server.adapters.remote.fetcher import FetchLimits, RemoteFetcher
 from deltaplane_server.adapters.remote.host import FileBounds
 from deltaplane_server.backend import Backend
 from deltaplane_server.config import LoraModule, ServerConfig
@@ -263,6 +263,7 @@ def _make_manager(
             max_lora_rank=config.engine.max_lora_rank,
             host_cache_bytes=config.engine.host_cache_bytes(backend.pool.page_bytes),
             allowed_roots=config.adapter_roots,
+            max_watches=config.max_watches,
         ),
         catalogue=catalogue,
         store=store,
@@ -279,7 +280,8 @@ def _make_fetcher(config: ServerConfig, backend: Backend, store: AdapterStore) -
     allowed = [*config.adapter_sources, *(parse_prefix(source) for source in sources if is_remote(source))]
     if any(address.scheme == "s3" for address in allowed):
         check_installed()
-    return RemoteFetcher(store, AllowedSources(allowed), _bounds(config, backend))
+    limits = FetchLimits(total_timeout_s=config.fetch_timeout_s)
+    return RemoteFetcher(store, AllowedSources(allowed), _bounds(config, backend), limits)
 
 
 def _bounds(config: ServerConfig, backend: Backend) -> FileBounds:

@@ -371,6 +371,38 @@ async def test_a_watcher_that_reads_too_slowly_is_cut_off_with_a_reason(
     resumed.cancel()
 
 
+async def test_watches_are_bounded_and_one_that_ends_makes_room(tmp_path: Path) -> None:
+    """Also where it ends while the server waits for its client to read."""
+
+    async def try_to_watch(stub: "AdapterServiceAsyncStub") -> str:
+        """Why not; empty, and watching, where it may."""
+        call = stub.WatchAdapters(pb.WatchAdaptersRequest())
+        try:
+            assert (await anext(aiter(call))).type == pb.ADAPTER_EVENT_TYPE_SNAPSHOT
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        calls.append(call)
+        return ""
+
+    calls: list[grpc.aio.UnaryStreamCall[pb.WatchAdaptersRequest, pb.WatchAdaptersResponse]] = []
+    labels = {f"key-{i}": "x" * 256 for i in range(64)}
+    with ControlPlane(tmp_path, max_watches=2) as plane:
+        plane.add("a")
+        async with serving_admin(plane, tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+            assert [await try_to_watch(AdapterServiceStub(channel)) for _ in range(2)] == ["", ""]
+            for i in range(200):
+                await asyncio.to_thread(plane.manager.update, "a", labels=labels | {"key-0": str(i)})
+            for call in calls.copy():
+                why = await try_to_watch(AdapterServiceStub(channel))
+                assert why.startswith("RESOURCE_EXHAUSTED: 2 watches are open, which is all that --max-wat")
+                call.cancel()
+                async with asyncio.timeout(30):
+                    while await try_to_watch(AdapterServiceStub(channel)):
+                        pass
+            for call in calls:
+                call.cancel()
+
+
 async def test_many_watchers_see_the_same(plane: ControlPlane, stub: "AdapterServiceAsyncStub") -> None:
     async def watch() -> list[str]:
         call = stub.WatchAdapters(pb.WatchAdaptersRequest())

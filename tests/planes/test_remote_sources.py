@@ -35,7 +35,7 @@ from deltaplane_server.startup import StartupError
 from fake_backend import FakeBackend, server_config
 from fake_hub import COMMIT, NEXT_COMMIT, FakeHub, fake_hub
 from fakes import write_adapter
-from http_host import HttpHost, http_host, stall, status
+from http_host import HttpHost, drip, http_host, stall, status
 from s3_host import s3_host
 
 HUB_SOURCE = "hf://org/name"
@@ -537,6 +537,16 @@ async def test_a_server_starts_without_the_sources_of_what_it_has(
     with pytest.raises(StartupError, match="cannot be fetched now: it answers 503"):
         async with running(tmp_path, lora_modules=(LoraModule("web", f"{web.url}/other/"),)):
             pass
+
+
+async def test_a_server_does_not_wait_for_a_source_that_takes_too_long(tmp_path: Path, web: HttpHost) -> None:
+    modules = (LoraModule("web", f"{web.url}/a/"),)
+    web.faults[f"/a/{WEIGHTS_FILE}"].append(drip(10))
+    with pytest.raises(StartupError, match=r"cannot be fetched within 0\.5 s: .* raise --fetch-timeout"):
+        async with running(tmp_path, lora_modules=modules, fetch_timeout_s=0.5):
+            pass
+    async with running(tmp_path, lora_modules=modules, fetch_timeout_s=3600) as server:
+        assert server.server.manager.get("web").state.name == "RESIDENT"
 
 
 async def test_a_missing_package_is_told_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from deltaplane_server.config import EngineConfig, LoraModule, ServerConfig
 from deltaplane_server.network import addresses, join_host_port
 from deltaplane_server.startup import StartupError
 from fake_backend import FakeBackend, server_config
-from fakes import write_adapter
+from fakes import FakePool, write_adapter
 
 SERVICES = {
     "port": ["deltaplane.v1.GenerationService"],
@@ -139,6 +139,31 @@ async def test_host_memory_may_be_told_in_adapters() -> None:
     backend = FakeBackend()
     async with running_server(server_config(max_cpu_loras=3), backend) as running:
         assert running.server.manager.capacity().host.total_bytes == 3 * 2 * backend.pool.page_bytes
+
+
+async def test_the_watches_of_a_server_are_bounded() -> None:
+    async with (
+        running_server(server_config(max_watches=1), FakeBackend()) as running,
+        grpc.aio.insecure_channel(address(running, "admin_port")) as channel,
+    ):
+        stub: Any = AdapterServiceStub(channel)
+        watch = stub.WatchAdapters(ap.WatchAdaptersRequest())
+        assert (await anext(aiter(watch))).type == ap.ADAPTER_EVENT_TYPE_SNAPSHOT_END
+        with pytest.raises(grpc.aio.AioRpcError, match="raise the limit") as caught:
+            await anext(aiter(stub.WatchAdapters(ap.WatchAdaptersRequest())))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watch.cancel()
+
+
+async def test_the_capacity_at_start_tells_of_dora() -> None:
+    backend = FakeBackend()
+    backend.pool = FakePool(num_slots=2, num_pages=4)
+    with structlog.testing.capture_logs() as logs:
+        async with running_server(server_config(), backend):
+            pass
+    told = next(line for line in logs if line["event"] == "server.capacity")
+    assert told["on_device"] == {"rank 8": 2, "rank 16": 2, "rank 16 with DoRA": 1}
+    assert told["in_host_memory"].keys() == told["on_device"].keys()
 
 
 async def test_programs_find_the_ports_in_a_file(tmp_path: Path) -> None:

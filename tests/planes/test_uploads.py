@@ -21,7 +21,7 @@ from deltaplane.v1 import adapters_pb2 as pb
 from deltaplane.v1.adapters_pb2_grpc import AdapterServiceStub, add_AdapterServiceServicer_to_server
 from deltaplane_controlplane.adapter_store import AdapterStore
 from deltaplane_controlplane.interceptor import DETAILS_KEY, ErrorInterceptor
-from deltaplane_controlplane.ports import AdapterManifest, ServerFigures
+from deltaplane_controlplane.ports import NO_LINKS, AdapterManifest, Links, ServerFigures
 from deltaplane_controlplane.service import AdapterServicer
 from deltaplane_controlplane.uploads import CONFIG_FILE, WEIGHTS_FILE, UploadLimits, Uploads
 from deltaplane_server.app import running_server
@@ -335,10 +335,10 @@ async def test_a_caller_who_leaves_at_the_end_does_not_stop_it(tmp_path: Path, s
     reading, go_on = threading.Event(), threading.Event()
     inspect = served.plane.loader.inspect
 
-    def slowly(source: Path) -> AdapterManifest:
+    def slowly(source: Path, links: Links = NO_LINKS) -> AdapterManifest:
         reading.set()
         assert go_on.wait(30)
-        return inspect(source)
+        return inspect(source, links)
 
     served.plane.loader.inspect = slowly  # type: ignore[method-assign]
     call = served.stub.UploadAdapter(adapter(tmp_path).messages())

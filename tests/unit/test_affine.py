@@ -1,5 +1,6 @@
 """DoRA and biases out of an adapter's files: what is packed, and what is refused by name."""
 
+import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from adapter_files import (
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows
+from deltaplane_server.adapters.host_pages import HostPages
 from deltaplane_server.adapters.packing import PackedAdapter
 
 MODULE = "base_model.model.model.layers.0.self_attn."
@@ -82,6 +84,21 @@ def test_pages_hold_what_makes_the_outputs_of_dora_with_biases(
         bias = tensors.get(f"{module}.base_layer.bias", torch.zeros(len(weight)))
         tolerance = 1e-4 if dtype is torch.float32 else 0.15
         torch.testing.assert_close(y, own_x @ weight.T + bias, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rank", [5, 7, 8])
+def test_used_pages_hold_the_same_as_new_ones(tmp_path: Path, rank: int) -> None:
+    """Of rank 7 all rows of B are filled, and one of A is not."""
+    write_adapter(
+        tmp_path, tensors=make_affine_tensors(LAYOUT, rank), config=make_config(r=rank, use_dora=True)
+    )
+    packed = []
+    for content in (0.0, torch.nan):
+        pages = HostPages(2, RankPageLayout(LAYOUT).page_elements, torch.float32, pin_memory=False)
+        pages.take(2).fill_(content)
+        loader = make_loader(LAYOUT, base=FewWeights(LAYOUT), host_pages=pages)
+        packed.append(loader.pack(loader.inspect(tmp_path)).pages)
+    assert torch.equal(*packed)
 
 
 def places() -> dict[tuple[int, str, int], str]:
@@ -236,6 +253,7 @@ def test_rows_without_norm_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_overflows_the_pool_is_named(tmp_path: Path, part: str, message: str) -> None:
+    """Also where the files are known from their inspection, which is long ago."""
     tensors = make_affine_tensors()
     if part == "lora_B.weight":  # a large row whose norm DoRA brings to a size at which it still overflows
         tensors[f"{Q0}.lora_B.weight"][3, 0] = 1e5
@@ -246,6 +264,7 @@ def test_what_overflows_the_pool_is_named(tmp_path: Path, part: str, message: st
         tensors[f"{Q0}.lora_B.weight"][3] = 0
     folder = write_adapter(tmp_path, tensors=tensors, config=make_config(**AFFINE))
     assert message in refusal(folder, dtype=torch.float16)
+    assert message in refusal(folder, dtype=torch.float16, clock=lambda: time.time_ns() + 10**10)
 
 
 def test_a_loader_without_weights_refuses_what_needs_them(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from deltaplane_server.execution.array_transfer import to_device
+from deltaplane_server.execution.array_transfer import integers_to_device, to_device
 
 
 def test_arrays_arrive_with_their_types_and_at_aligned_places() -> None:
@@ -22,6 +23,12 @@ def test_arrays_arrive_with_their_types_and_at_aligned_places() -> None:
         assert sent[name].dtype == torch.from_numpy(array).dtype
         assert sent[name].storage_offset() * sent[name].itemsize % 16 == 0
     assert len({tensor.untyped_storage().data_ptr() for tensor in sent.values()}) == 1
+
+
+@pytest.mark.parametrize("values", [[], [3], [0, 2**63 - 1, -(2**63)]])
+def test_integers(values: list[int]) -> None:
+    sent = integers_to_device(values, torch.device("cpu"))
+    assert (sent.tolist(), sent.dtype) == (values, torch.int64)
 
 
 def test_no_arrays() -> None:

@@ -70,6 +70,7 @@ def test_flags_reach_the_configuration(adapter: Path) -> None:
         "--lora-modules", f"c={adapter}", "--max-loras", "2", "--max-lora-rank", "64", "--state", ":memory:",
         "--no-enable-chunked-prefill", "--enable-prefix-caching", "--max-num-seqs", "8", "--max-waiting", "0",
         "--kv-cache-memory", "2GiB", "--drain-timeout", "1.5", "--log-format", "json", "--vllm-metrics",
+        "--max-watches", "7", "--adapter-pages", "24", "--fetch-timeout", "90.5",
     )  # fmt: skip
     assert config.lora_modules == tuple(LoraModule(name, str(adapter)) for name in "abc")
     engine = config.engine
@@ -81,6 +82,13 @@ def test_flags_reach_the_configuration(adapter: Path) -> None:
     assert (config.state, config.drain_timeout_s) == (":memory:", 1.5)
     assert config.log_format is LogFormat.JSON
     assert config.vllm_metrics
+    assert (config.max_watches, engine.adapter_pages, config.fetch_timeout_s) == (7, 24, 90.5)
+
+
+def test_slots_have_pages_for_lora_alone_or_as_many_as_are_asked_for() -> None:
+    ranks = ("--max-loras", "3", "--max-lora-rank", "17")
+    assert parse("m", *ranks).engine.num_adapter_pages == 3 * 3
+    assert parse("m", *ranks, "--adapter-pages", "3").engine.num_adapter_pages == 3
 
 
 def test_remote_adapters_reach_the_configuration() -> None:
@@ -129,6 +137,11 @@ def test_sizes(text: str, nbytes: int) -> None:
         (("m", "--max-lora-rank", "0"), "--max-lora-rank: 0 is not a rank from 1 to 512"),
         (("m", "--max-lora-rank", "513"), "512"),
         (("m", "--max-loras", "0"), "--max-loras"),
+        (("m", "--adapter-pages", "0"), "--adapter-pages"),
+        (
+            ("m", "--adapter-pages", "2", "--max-lora-rank", "17"),
+            "--adapter-pages 2 is below the 3 that an adapter of --max-lora-rank 17 takes",
+        ),
         (("m", "--max-num-seqs", "-1"), "--max-num-seqs"),
         (("m", "--max-num-seqs", "600"), "--max-num-batched-tokens 512 is below --max-num-seqs 600"),
         (("m", "--kv-cache-memory", "lots"), "'lots' is not a size"),
@@ -136,6 +149,8 @@ def test_sizes(text: str, nbytes: int) -> None:
         (("m", "--gpu-memory-utilization", "1.5"), "1.5 is not a share"),
         (("m", "--gpu-memory-utilization", "nan"), "'nan' is not a number"),
         (("m", "--drain-timeout", "-1"), "below 0"),
+        (("m", "--fetch-timeout", "0"), "0 is no time at all"),
+        (("m", "--max-watches", "0"), "--max-watches"),
         (("m", "--dtype", "int3"), "--dtype"),
         (("m", "--lora-modules", "legal"), "'legal' is not name=path"),
         (("m", "--lora-modules", "=x"), "'=x' is not name=path"),

@@ -85,6 +85,21 @@ def test_a_slow_reader_is_cut_off_and_may_resume(view: AdapterView) -> None:
         Reader(log, token)
 
 
+def test_only_so_many_may_read(view: AdapterView) -> None:
+    log = EventLog(max_readers=2)
+    readers = [Reader(log), Reader(log)]
+    with pytest.raises(ResourceExhaustedError, match=r"2 watches are open, .* --max-watches") as caught:
+        Reader(log)
+    assert (caught.value.reason, caught.value.retry_after_s) == ("TOO_MANY_WATCHES", 5.0)
+    with readers.pop().subscription:
+        pass
+    again = Reader(log)
+    with pytest.raises(InvalidArgumentError):
+        Reader(EventLog(max_readers=1), "nonsense")
+    write(log, view, 1)
+    assert [reader.read() for reader in (*readers, again)] == [[1], [1]]
+
+
 @pytest.mark.parametrize("token", ["nonsense", "0.1", "abcdef01.", "abcdef01.--1", "abcdef01.1 "])
 def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a token of a watch"):

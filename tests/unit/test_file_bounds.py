@@ -68,7 +68,7 @@ def test_the_largest_adapters_are_within_the_bounds(
     tensors, config = make()
     folder = write_adapter(tmp_path / "a", tensors=tensors, config=config)
     make_loader(LAYOUT, max_lora_rank=RANK, dtype=dtype, base=BASE).inspect(folder)
-    monkeypatch.setattr(file_bounds, "_HEADER_BYTES", 0)
+    monkeypatch.setattr(file_bounds, "MAX_HEADER_BYTES", 0)
     bounds = file_bounds.file_bounds(MODEL, RANK, RankPageLayout(LAYOUT).page_bytes(dtype))
     body = sum(tensor.nbytes for tensor in tensors.values())
     assert body <= bounds.max_weights_bytes < 4 * body

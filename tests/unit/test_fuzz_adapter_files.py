@@ -33,15 +33,11 @@ from adapter_files import (
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.status import to_status
 from deltaplane_server.adapters import module_matching
-from deltaplane_server.adapters.adapter_plan import make_plan
+from deltaplane_server.adapters.adapter_plan import contents_of, make_plan
+from deltaplane_server.adapters.files import LENGTH_BYTES, MAX_HEADER_BYTES
 from deltaplane_server.adapters.module_matching import MAX_EXPANDED_LENGTH, ModuleMatcher
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, parse_config
-from deltaplane_server.adapters.safetensors_header import (
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    SafetensorsHeader,
-    read_header,
-)
+from deltaplane_server.adapters.safetensors_header import SafetensorsHeader, read_header
 from deltaplane_server.adapters.unservable import shown
 
 T = TypeVar("T")
@@ -277,7 +273,7 @@ def test_a_good_header_that_was_changed(changed: tuple[Good, bytes], more: int) 
     found = read(with_header(header, body))
     if found is not None:
         config = parse_config(json.dumps(one.config).encode())
-        outcome(lambda: make_plan(config, found, BASE, RANK), BYTES_ANYWAY)
+        outcome(lambda: make_plan(config, contents_of(found, BASE), BASE, RANK), BYTES_ANYWAY)
 
 
 @whatever
@@ -304,7 +300,7 @@ def test_a_header_full_of_tensors_takes_bounded_memory(key: str) -> None:
     assert found is not None
     assert len(found.entries) == count
     config = parse_config(json.dumps(make_config()).encode())
-    assert outcome(lambda: make_plan(config, found, BASE, RANK), 16 * len(header)) is None
+    assert outcome(lambda: make_plan(config, contents_of(found, BASE), BASE, RANK), 16 * len(header)) is None
 
 
 # The configuration.
@@ -393,7 +389,7 @@ def apply(data: bytes, header: SafetensorsHeader) -> None:
         matcher.is_target(name)
         assert matcher.rank(name) >= 1
         assert isinstance(matcher.scale(name), float)
-    make_plan(config, header, BASE, RANK)
+    make_plan(config, contents_of(header, BASE), BASE, RANK)
 
 
 def check_config(data: bytes) -> None:

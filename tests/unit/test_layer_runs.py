@@ -72,6 +72,14 @@ def test_strides_that_do_not_hold_whole_elements_are_not_followed() -> None:
     assert runs([matrices(0, 0), matrices(1, 130)], 2) == [(0, 1, 0), (1, 1, 0)]
 
 
+def test_layers_whose_elements_are_not_aligned_are_packed_alone() -> None:
+    """Each such matrix is copied before; a run of them would be all of the file between the first and the
+    last."""
+    assert runs([matrices(0, 2), matrices(1, 130)], 2) == [(0, 1, 0), (1, 1, 0)]
+    halves = [matrices(layer, 2 + 128 * layer, dtype=torch.float16) for layer in range(2)]
+    assert runs(halves, 2) == [(0, 2, 128)]
+
+
 def test_layers_without_matrices_are_packed_too() -> None:
     """They are zeros; a bias lies where it lies."""
     assert runs([matrices(1, 0)]) == [(0, 1, 0), (1, 1, 0), (2, 2, 0)]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -73,3 +74,47 @@ def test_the_first_error_in_order_is_raised() -> None:
     with pytest.raises(ValueError, match="early"):
         LoadThreads(2).map(work, ["early", "late", "last"])
     assert ended == ["late", "last"]
+
+
+def test_the_first_call_begins_before_the_last_item_is_there() -> None:
+    begun = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        assert begun.wait(timeout=10)
+        yield 2
+
+    def work(item: int) -> int:
+        begun.set()
+        return item
+
+    assert LoadThreads(2).map(work, items()) == [1, 2]
+
+
+def test_an_iterator_is_asked_by_one_thread_at_a_time() -> None:
+    asking: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(200):
+            asking.append(item)
+            time.sleep(0)
+            assert asking.pop() == item
+            yield item
+
+    assert LoadThreads(4).map(str, items()) == [str(item) for item in range(200)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_item_that_cannot_be_had_is_an_error(num_threads: int) -> None:
+    together = threading.Barrier(min(num_threads, 2))
+
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise ValueError("no third")
+
+    def work(_: int) -> None:
+        together.wait(timeout=10)
+
+    with pytest.raises(ValueError, match="no third"):
+        LoadThreads(num_threads).map(work, items())

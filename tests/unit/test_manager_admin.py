@@ -75,7 +75,7 @@ class TestRegister:
     def test_more_pages_than_there_are(self, tmp_path: Path) -> None:
         with (
             ControlPlane(tmp_path, num_pages=2) as plane,
-            pytest.raises(InvalidArgumentError, match="rank 24 takes 3 rank pages and the device has 2"),
+            pytest.raises(InvalidArgumentError, match=r"takes 3 .* the device has 2: raise --adapter-pages"),
         ):
             plane.add("a", rank=24)
 
@@ -451,7 +451,7 @@ class TestLoadAndEvict:
         leases = [plane.manager.lease(name) for name in ("a", "b")]
         for lease in leases:
             plane.activate(lease)
-        with pytest.raises(ResourceExhaustedError, match=r"a slot and 1 rank pages .* of 2 slots, 2 are"):
+        with pytest.raises(ResourceExhaustedError, match=r"1 rank pages .*; 2 of 2 slots and 2 of 8"):
             plane.manager.load("c")
         assert plane.manager.get("c").state is AdapterState.HOST
         with pytest.raises(FailedPreconditionError, match="sequences that use it: 1"):
@@ -682,12 +682,41 @@ class TestQuestions:
         assert plane.manager.capacity((64,)).by_rank[0].fit_available == 0
         assert plane.manager.capacity().device.held_bytes == 3000
         lease.release()
-        for ranks in ((0,), (65,)):
+        for ranks in ((0,), (67,)):
             with pytest.raises(InvalidArgumentError, match="is not between 1 and --max-lora-rank 64"):
                 plane.manager.capacity(ranks)
         assert len(plane.manager.capacity((8,) * MAX_RANKS).by_rank) == MAX_RANKS
         with pytest.raises(InvalidArgumentError, match=f"at most {MAX_RANKS} at once"):
             plane.manager.capacity((8,) * (MAX_RANKS + 1))
+
+    @pytest.mark.parametrize(("num_pages", "num_fit"), [(8, 2), (11, 3), (12, 4)])
+    def test_capacity_with_dora(self, tmp_path: Path, num_pages: int, num_fit: int) -> None:
+        """It takes what one more rank does: fewer fit than there are slots, unless there are pages."""
+        with ControlPlane(tmp_path, num_slots=4, num_pages=num_pages, host_bytes=9000) as plane:
+            alone, with_dora = plane.manager.capacity((16, 17)).by_rank
+            assert (alone.pages, alone.fit_free, alone.fit_available, alone.fit_pinned) == (2, 4, 4, 3)
+            assert (with_dora.pages, with_dora.fit_free, with_dora.fit_available) == (3, num_fit, num_fit)
+            assert (alone.fit_host, with_dora.fit_host) == (4, 3)
+            assert (with_dora.fit_pinned, with_dora.rank) == (min(num_fit, 3), 17)
+            names = [f"a{number}" for number in range(num_fit + 1)]
+            for name in names:
+                folder = plane.folder(name, rank=16, features=["dora"])
+                assert plane.manager.register(name, folder).manifest.num_pages == 3
+            leases = [plane.manager.lease(name) for name in names[:num_fit]]
+            for lease in leases:
+                plane.activate(lease)
+            with pytest.raises(ResourceExhaustedError) as caught:
+                plane.manager.load(names[num_fit])
+            assert caught.value.message.endswith(
+                f"it needs a slot and 3 rank pages on the device; {num_fit} of 4 slots and {3 * num_fit} of "
+                f"{num_pages} rank pages are pinned or in use"
+            )
+            for lease in leases:
+                lease.release()
+
+    def test_capacity_of_the_highest_rank_with_dora_and_biases(self, plane: ControlPlane) -> None:
+        by_rank = plane.manager.capacity((64, 65, 66)).by_rank
+        assert [(fit.pages, fit.fit_available) for fit in by_rank] == [(8, 1), (9, 0), (9, 0)]
 
     def test_stats_name_who_runs_and_who_waits(self, plane: ControlPlane) -> None:
         plane.add("a", "b")

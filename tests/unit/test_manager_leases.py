@@ -78,6 +78,7 @@ def test_a_load_takes_room_from_the_least_recently_used(plane: ControlPlane) -> 
     plane.run("a")
     positions = {name: plane.manager.get(name).lru_position for name in ("a", "b", "c")}
     assert positions == {"a": 1, "b": 0, "c": None}
+    assert {view.name: view.lru_position for view in plane.manager.list_adapters().adapters} == positions
     assert plane.run("c") == slot
     assert plane.resident() == {"a", "c"}
     assert plane.manager.get("b").evictions == 1

@@ -172,8 +172,9 @@ class TestFetch:
         assert plane.manager.list_adapters().total_size == 0
 
     def test_a_local_register_that_answers_at_once(self, plane: ControlPlane) -> None:
-        operation = plane.manager.calls.register("a", plane.folder("a"), is_shown=True)
-        view = plane.manager.calls.begun(operation, plane.folder("a"))
+        folder = plane.folder("a")
+        operation = plane.manager.calls.register("a", folder, is_shown=True)
+        view = plane.manager.calls.begun(operation, folder)
         assert (view.name, view.operation) == ("a", operation.id)
         assert view.state in (AdapterState.FETCHING, AdapterState.REGISTERED)
         assert operation.wait(30).state is AdapterState.REGISTERED

@@ -1,24 +1,30 @@
 """Where packed weights lie in rank pages, and how they are converted."""
 
 import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from adapter_files import ALPHA, LAYOUT, RANK, make_config, make_loader, make_tensors, write_adapter
 from deltaplane_controlplane.errors import InvalidArgumentError
 from deltaplane_controlplane.ports import RANK_PAGE_ROWS as PORT_RANK_PAGE_ROWS
+from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.rank_pages import NO_ROWS, RANK_PAGE_ROWS, RankPageLayout, SliceRows
 from deltaplane_server.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from deltaplane_server.adapters.host_pages import HostPages
 from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.packing import PackedAdapter
 from deltaplane_server.adapters.peft_loader import PeftLoader
-from deltaplane_server.adapters.safetensors_header import TensorEntry
+from deltaplane_server.adapters.safetensors_header import DTYPES, TensorEntry
 from deltaplane_server.adapters.tensor_values import tensor_of
 from lora_cases import make_layout
 
@@ -46,11 +52,14 @@ def test_rank_rows_fill_page_after_page_and_zeros_the_rest(tmp_path: Path, rank:
     assert torch.equal(packed.pages, expected_pages(tensors, ALPHA, torch.float32))
 
 
-def expected_pages(tensors: dict[str, Tensor], alpha: float, dtype: torch.dtype) -> Tensor:
+def expected_pages(
+    tensors: Mapping[str, Tensor], alpha: float, dtype: torch.dtype, layout: AdapterLayout = LAYOUT
+) -> Tensor:
     """The rank pages of tensors of any ranks, put together row by row."""
     ranks = [len(tensor) for name, tensor in tensors.items() if "lora_A" in name]
-    pages = torch.zeros(-(-max(ranks) // 8), PAGES.page_elements, dtype=dtype)
-    for layer, linear in product(range(LAYOUT.num_layers), LAYOUT.linears):
+    places = RankPageLayout(layout)
+    pages = torch.zeros(-(-max(ranks) // 8), places.page_elements, dtype=dtype)
+    for layer, linear in product(range(layout.num_layers), layout.linears):
         for index, part in enumerate(linear.slices):
             name = f"base_model.model.model.layers.{layer}.{part.module}"
             if f"{name}.lora_A.weight" not in tensors:
@@ -59,8 +68,8 @@ def expected_pages(tensors: dict[str, Tensor], alpha: float, dtype: torch.dtype)
             rows = b.float().mul(alpha / len(a)).to(dtype).T
             for row in range(len(a)):
                 page, place = divmod(row, 8)
-                PAGES.a(pages, layer, linear.name)[page, index, place] = a[row].to(dtype)
-                PAGES.b(pages, layer, linear.name, index)[page, place] = rows[row]
+                places.a(pages, layer, linear.name)[page, index, place] = a[row].to(dtype)
+                places.b(pages, layer, linear.name, index)[page, place] = rows[row]
     return pages
 
 
@@ -102,6 +111,80 @@ def shift_body(file: Path, by: int) -> None:
     end = 8 + int.from_bytes(content[:8], "little")
     spaces = b" " * (-end % 8 + by)
     file.write_bytes((end - 8 + len(spaces)).to_bytes(8, "little") + content[8:end] + spaces + content[end:])
+
+
+FLOATS = list(DTYPES.values())
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> AdapterLayout:
+    """With rows that are multiples of 8 elements, as in all models there are, or that leave gaps."""
+    return make_layout(
+        num_layers=draw(st.integers(1, 5)),
+        hidden=draw(st.sampled_from([16, 13])),
+        kv=draw(st.sampled_from([8, 7])),
+        intermediate=draw(st.sampled_from([24, 21])),
+    )
+
+
+@st.composite
+def adapters(draw: st.DrawFn, layout: AdapterLayout) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors, in the order in which they are to lie in the file, and the configuration."""
+    modules = [part.module for linear in layout.linears for part in linear.slices]
+    rank = st.sampled_from([0, 1, 8, 12, 16])
+    ranks = draw(
+        st.sampled_from([3, 8, 16]).map(lambda one: dict.fromkeys(modules, one))
+        | st.fixed_dictionaries(dict.fromkeys(modules, rank)).filter(lambda each: any(each.values()))
+    )
+    every = list(range(layout.num_layers))
+    layers = draw(st.just(every) | st.lists(st.sampled_from(every), min_size=1, unique=True))
+    dtypes = draw(st.lists(st.sampled_from(FLOATS), min_size=1, max_size=3))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in make_tensors(layout, rank=max(ranks.values())).items():
+        layer, module = name.removeprefix("base_model.model.model.layers.").split(".", 1)
+        rank_here = ranks[module.partition(".lora_")[0]]
+        if rank_here and int(layer) in layers:
+            part = tensor[:rank_here] if "lora_A" in name else tensor[:, :rank_here]
+            tensors[name] = part.to(dtypes[len(tensors) % len(dtypes)])
+    names = draw(st.just(list(tensors)) | st.permutations(list(tensors)))
+    config = make_config(
+        r=max(ranks.values()),
+        lora_alpha=draw(st.sampled_from([5, 8, 16])),
+        target_modules=[module for module, one in ranks.items() if one],
+        rank_pattern={module: one for module, one in ranks.items() if one},
+        layers_to_transform=layers,
+    )
+    return {name: tensors[name] for name in names}, config
+
+
+def write_in_order(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file without regard to the alignment of tensors, which other writers have."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header, body = {}, b""
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        body += data
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_element_of_used_pages_is_written(tmp_path: Path, data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    tensors, config = data.draw(adapters(layout))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    write_adapter(tmp_path, config=config)
+    write_in_order(tmp_path / WEIGHTS_FILE, tensors)
+    shift_body(tmp_path / WEIGHTS_FILE, data.draw(st.integers(0, 3)))
+    pages = HostPages(2, RankPageLayout(layout).page_elements, dtype, pin_memory=False)
+    pages.take(2).fill_(torch.nan)
+    threads = LoadThreads(data.draw(st.sampled_from([1, 2])))
+    loader = make_loader(layout, dtype=dtype, host_pages=pages, threads=threads)
+    packed = loader.pack(loader.inspect(tmp_path))
+    assert torch.equal(packed.pages, expected_pages(tensors, config["lora_alpha"], dtype, layout))
 
 
 def test_more_layers_than_a_thread_packs_at_once(tmp_path: Path) -> None:

@@ -19,10 +19,15 @@ from torch import Tensor
 from adapter_files import ALPHA, RANK, make_config, make_loader, make_tensors, write_adapter
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
 from deltaplane_controlplane.ports import AdapterManifest
+from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.rank_pages import SliceRows
+from deltaplane_server.adapters import peft_loader
+from deltaplane_server.adapters.adapter_plan import FileContents, contents_of
 from deltaplane_server.adapters.files import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE, Digest
+from deltaplane_server.adapters.page_writes import PageWrites
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES
 from deltaplane_server.adapters.peft_loader import PeftLoader
+from deltaplane_server.adapters.safetensors_header import SafetensorsHeader
 from lora_cases import make_layout
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -95,6 +100,22 @@ def test_what_was_inspected_is_packed(tmp_path: Path) -> None:
     assert packed.rows == [[SliceRows(RANK)] * 7] * 2
     assert packed.read_ms > 0
     assert packed.pack_ms > 0
+
+
+def test_names_that_many_files_have_are_sorted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their configurations say, such as the alpha of each."""
+    read = []
+
+    def counted(header: SafetensorsHeader, layout: AdapterLayout) -> FileContents:
+        read.append(header)
+        return contents_of(header, layout)
+
+    monkeypatch.setattr(peft_loader, "contents_of", counted)
+    loader = make_loader()
+    folders = [write_adapter(tmp_path / f"{n}", config=make_config(lora_alpha=n)) for n in (8, 16)]
+    one, other = (loader.pack(loader.inspect(folder)).pages for folder in folders)
+    assert len(read) == 1
+    assert not one.equal(other)
 
 
 # Names
@@ -521,6 +542,42 @@ def test_a_new_loader_hashes_them_once_more(tmp_path: Path) -> None:
     loader = hashing.make_loader()
     loader.pack(manifest)
     loader.pack(manifest)
+    assert hashing.num_digests == 1
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_values_of_files_that_are_as_they_were_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
+) -> None:
+    looks: list[PageWrites] = []
+    look = PageWrites.has_finite_sums
+
+    def counted(writes: PageWrites) -> bool:
+        looks.append(writes)
+        return look(writes)
+
+    monkeypatch.setattr(PageWrites, "has_finite_sums", counted)
+    loader, other = (Hashing(settled=settled).make_loader() for _ in range(2))
+    manifest = loader.inspect(write_adapter(tmp_path / "a"))
+    for one, expected in ((loader, not settled), (other, True), (other, not settled)):
+        looks.clear()
+        one.pack(manifest)
+        assert bool(looks) is expected
+
+
+def test_values_that_were_refused_are_refused_again(tmp_path: Path) -> None:
+    """Though their digest is known."""
+    manifest = make_loader().inspect(write_adapter(tmp_path))
+    tensors = make_tensors()
+    tensors[f"{Q0}.lora_A.weight"][0, 0] = torch.nan
+    write_adapter(tmp_path, tensors=tensors)
+    files = (tmp_path / CONFIG_FILE).read_bytes() + (tmp_path / WEIGHTS_FILE).read_bytes()
+    manifest = replace(manifest, digest=hashlib.sha256(files).hexdigest())
+    hashing = Hashing(settled=True)
+    loader = hashing.make_loader()
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"q_proj\.lora_A\.weight' has values"):
+            loader.pack(manifest)
     assert hashing.num_digests == 1
 
 

@@ -32,6 +32,7 @@ from http_host import (
     Fault,
     HttpHost,
     cut,
+    drip,
     endless,
     http_host,
     redirect,
@@ -188,6 +189,34 @@ def test_a_stalled_file_goes_on_where_it_stalled(hasty: Fetching, num_bytes: int
 def test_a_server_that_stays_silent_is_unavailable(hasty: Fetching) -> None:
     hasty.host.fail(WEIGHTS_PATH, *[stall(0)] * TRIES)
     assert "it sends nothing any more" in hasty.refusal(UnavailableError).message
+
+
+@pytest.mark.parametrize(("path", "come"), [(CONFIG_PATH, 4), (WEIGHTS_PATH, 1 << 16)])
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(tmp_path: Path, path: str, come: int) -> None:
+    with fetching(tmp_path, stall_timeout_s=600.0, total_timeout_s=1.0) as net:
+        contents = {CONFIG_PATH: b'{"r": 8}' + b" " * 900, WEIGHTS_PATH: WEIGHTS}
+        net.host.files.update(contents)
+        net.host.faults[path].append(drip(come))
+        error = net.refusal(UnavailableError)
+        assert isinstance(error, UnavailableError)
+        assert (error.reason, error.retry_after_s) == ("SOURCE_TOO_SLOW", 30.0)
+        before, _, after = error.message.partition(" bytes have come; try later, or raise --fetch-timeout")
+        what, _, bytes_come = before.partition(" cannot be fetched within 1 s: ")
+        received, _, total = bytes_come.partition(" of ")
+        assert (what, after) == (f"{net.host.url}{ADAPTER}/", "")
+        known = 0 if path == CONFIG_PATH else len(contents[CONFIG_PATH])
+        assert come + known <= int(received) < come + known + 200
+        assert total == ("" if path == CONFIG_PATH else str(known + len(WEIGHTS)))
+        assert net.host.left.wait(30)
+        assert (net.fetch().folder / WEIGHTS_FILE).read_bytes() == WEIGHTS
+
+
+def test_tries_have_one_time_for_all(tmp_path: Path) -> None:
+    """Each comes further, and so could go on for as long as the file is large."""
+    with fetching(tmp_path, stall_timeout_s=0.2, total_timeout_s=0.5) as net:
+        net.host.has_ranges = False
+        net.host.faults[WEIGHTS_PATH].extend([stall(1 << 20), stall(2 << 20), stall(0), stall(0), stall(0)])
+        assert net.refusal(UnavailableError).reason == "SOURCE_TOO_SLOW"
 
 
 def test_a_cut_file_goes_on_where_it_was_cut(net: Fetching) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_server.adapters.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from deltaplane_server.adapters.files import MAX_HEADER_BYTES
+from deltaplane_server.adapters.safetensors_header import SafetensorsHeader, read_header
 
 
 def read(data: bytes, file_bytes: int | None = None) -> SafetensorsHeader:

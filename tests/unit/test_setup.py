@@ -74,6 +74,15 @@ def test_weights_are_whole_when_a_model_is_ready(config: EngineConfig) -> None:
     assert weights.finished == 1
 
 
+@pytest.mark.parametrize(("adapter_pages", "num_pages"), [(None, 4 * 2), (12, 12), (2, 2)])
+def test_the_device_has_the_pages_that_are_asked_for(adapter_pages: int | None, num_pages: int) -> None:
+    config = replace(CONFIG, enable_lora=True, max_loras=4, max_lora_rank=16, adapter_pages=adapter_pages)
+    execution = set_up(config, TINY, RandomWeights(TINY, torch.float32), torch.float32, CPU)
+    assert (execution.pool.num_pages, execution.pool.num_slots) == (num_pages, 4)
+    shares = {share.purpose: share.nbytes for share in execution.memory.shares}
+    assert shares["adapter pages"] == num_pages * execution.pool.page_bytes
+
+
 @pytest.mark.parametrize("enable_lora", [True, False])
 def test_a_warm_up_leaves_a_model_that_answers_as_without_one(enable_lora: bool) -> None:
     config = replace(CONFIG, enable_lora=enable_lora)

@@ -13,8 +13,19 @@ from deltaplane_server.adapters.peft_config import PeftLoraConfig
 from deltaplane_server.adapters.safetensors_header import SafetensorsHeader, TensorEntry
 from deltaplane_server.adapters.side_names import with_root
 from deltaplane_server.adapters.side_tensors import SideTensors, find_side
-from deltaplane_server.adapters.tensor_names import sort_tensors
+from deltaplane_server.adapters.tensor_names import NamedTensors, sort_tensors
 from deltaplane_server.adapters.unservable import unservable
+
+
+@dataclass(frozen=True, slots=True)
+class FileContents:
+    """What a file of weights has, whatever its configuration says of it.
+
+    names: its tensors by what they belong to. header_bytes: before the tensors.
+    """
+
+    names: NamedTensors
+    header_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +100,37 @@ class AdapterPlan:
         ranks = self.side.ranks() | {
             f"layers.{one.layer}.{one.module}": one.rows.rank for one in self.slices if one.lora is not None
         }
+        highest = self.rank
         by_kind: dict[str, set[int]] = defaultdict(set)
         for path, rank in ranks.items():
             by_kind[_kind(path)].add(rank)
         return {
             _kind(path) if len(by_kind[_kind(path)]) == 1 else path: rank
             for path, rank in ranks.items()
-            if rank != self.rank
+            if rank != highest
         }
 
 
-def make_plan(
-    config: PeftLoraConfig, header: SafetensorsHeader, layout: AdapterLayout, max_rank: int
-) -> AdapterPlan:
-    """Errors: InvalidArgumentError where the file has not exactly what the configuration gives to this base,
-    or where a rank is over max_rank."""
+def contents_of(header: SafetensorsHeader, layout: AdapterLayout) -> FileContents:
+    """Errors: InvalidArgumentError where it is empty, or where its names are those of no one base."""
     modules = [part.module for linear in layout.linears for part in linear.slices]
     names = with_root(sort_tensors(header.entries, modules))
     if not header.entries:
         raise unservable(f"{WEIGHTS_FILE} has no weights")
+    return FileContents(names, header.num_bytes)
+
+
+def make_plan(
+    config: PeftLoraConfig, contents: FileContents, layout: AdapterLayout, max_rank: int
+) -> AdapterPlan:
+    """Errors: InvalidArgumentError where the file has not exactly what the configuration gives to this base,
+    or where a rank is over max_rank."""
+    names = contents.names
     side = find_side(names, config, layout, max_rank)
     slices = find_matrices(names, config, layout, max_rank)
     if not slices and not side.ranks():
         raise unservable(f"{CONFIG_FILE} targets no module of this base, so that PEFT would not load it")
-    return AdapterPlan(config, tuple(slices), side, _num_side_pages(side, layout), header.num_bytes)
+    return AdapterPlan(config, tuple(slices), side, _num_side_pages(side, layout), contents.header_bytes)
 
 
 def _num_side_pages(side: SideTensors, layout: AdapterLayout) -> int:

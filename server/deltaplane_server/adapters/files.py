@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_controlplane.ports import NO_LINKS, Links
 from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.unservable import unservable
 
@@ -16,11 +17,21 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
-_READ_BYTES = 1 << 20
-"""Read at once: it is still in a core's cache when the digest takes it."""
+LENGTH_BYTES = 8
+"""Of the number that the weights' file begins with: how long its header is."""
+
+MAX_HEADER_BYTES = 2 << 20
+"""Of the header, which tells of the tensors behind it."""
+
+_READ_BYTES = 8 << 20
+"""Read at once, and taken by the digest at once. Both let go of the GIL, and where many adapters are read at
+the same time it is the turns at the GIL that they wait for: the fewer, the better."""
 
 _LOOK_UP = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 """Opens a folder to look names up in it, which needs no right to list it where there is O_PATH."""
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Opens a file. O_NONBLOCK: opening a FIFO would wait for its writer."""
 
 _PIECE_BYTES = 4 << 20
 """Read by one call where several threads read."""
@@ -128,19 +139,18 @@ def _state_of(descriptor: int) -> FileState:
 
 
 class AdapterFolder:
-    """An open folder. Files are looked up in it by name, and not through links."""
+    """An open folder. Files are looked up in it by name, and through no link but those that it is given."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, links: Links = NO_LINKS) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._links = links
 
     @contextmanager
     def open(self, name: str, digest: Digest | None = None) -> Iterator[AdapterFile]:
         """Errors: InvalidArgumentError where it is not there, is not a regular file, or cannot be read."""
-        # O_NONBLOCK: opening a FIFO would wait for its writer.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            descriptor = os.open(name, flags, dir_fd=self._descriptor)
+            descriptor = self._open(name)
         except OSError as error:
             raise unservable(self._why_not(name, error)) from error
         try:
@@ -152,9 +162,22 @@ class AdapterFolder:
         finally:
             os.close(descriptor)
 
+    def _open(self, name: str) -> int:
+        if name not in self._links:
+            return os.open(name, _READ, dir_fd=self._descriptor)
+        path = self._links[name]
+        folder = _open_without_links(path.parent)
+        try:
+            return os.open(path.name, _READ, dir_fd=folder)
+        finally:
+            os.close(folder)
+
     def _why_not(self, name: str, error: OSError) -> str:
         if error.errno == errno.ELOOP:
-            return f"{name} is a symbolic link; put the file itself into the folder"
+            return (
+                f"{name} is a symbolic link, which is only followed from a snapshot in the hub's cache that "
+                "--lora-modules names; put the file itself into the folder"
+            )
         if error.errno != errno.ENOENT:
             return f"{name} cannot be opened: {error.strerror}"
         if name == WEIGHTS_FILE and self._has(PICKLE_FILE):
@@ -173,8 +196,9 @@ class AdapterFolder:
 
 
 @contextmanager
-def open_folder(path: Path) -> Iterator[AdapterFolder]:
-    """path: real; what has become a link since it was resolved is not followed, at any depth.
+def open_folder(path: Path, links: Links = NO_LINKS) -> Iterator[AdapterFolder]:
+    """path: real, as those of the links are; what has become a link since it was resolved is not followed, at
+    any depth.
 
     Errors: InvalidArgumentError where it is not there or not a folder.
     """
@@ -184,7 +208,7 @@ def open_folder(path: Path) -> Iterator[AdapterFolder]:
         why = error.strerror if isinstance(error, OSError) else error
         raise unservable(f"{str(path)!r} cannot be opened as a folder: {why}") from error
     try:
-        yield AdapterFolder(path, descriptor)
+        yield AdapterFolder(path, descriptor, links)
     finally:
         os.close(descriptor)
 

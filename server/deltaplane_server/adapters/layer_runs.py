@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from deltaplane_server.adapters.lora_matrices import AdaptedSlice
 
-_ALIGNMENT = 4
+ALIGNMENT = 4
 """Bytes; of the elements of any dtype."""
 
 
@@ -50,7 +50,7 @@ def layer_runs(slices: Sequence[AdaptedSlice], num_layers: int, max_count: int) 
 
 def _stride(former: Sequence[AdaptedSlice], own: Sequence[AdaptedSlice]) -> int | None:
     """The bytes between each tensor of a layer and the same one of the layer before; None where they are not
-    the same ones, or differ in that."""
+    the same ones, or differ in that, or do not start at multiples of their elements' size."""
     if len(former) != len(own):
         return None
     strides: set[int] = set()
@@ -58,11 +58,14 @@ def _stride(former: Sequence[AdaptedSlice], own: Sequence[AdaptedSlice]) -> int 
         if not _are_alike(one, other):
             return None
         if one.lora is not None and other.lora is not None:
+            entries = one.lora.a, one.lora.b
+            if any(entry.start % entry.dtype.itemsize for entry in entries):
+                return None
             strides |= {other.lora.a.start - one.lora.a.start, other.lora.b.start - one.lora.b.start}
     if len(strides) > 1:
         return None
     stride = strides.pop() if strides else 0
-    return stride if stride >= 0 and stride % _ALIGNMENT == 0 else None
+    return stride if stride >= 0 and stride % ALIGNMENT == 0 else None
 
 
 def _are_alike(one: AdaptedSlice, other: AdaptedSlice) -> bool:

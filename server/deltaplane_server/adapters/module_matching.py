@@ -9,6 +9,7 @@ read differently is refused.
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import TypeVar
 
@@ -26,6 +27,9 @@ by about 200 bytes and 5 us each."""
 MAX_CACHED_LENGTH = 1024
 """Of a pattern, expanded, that the regex package may keep compiled; it keeps up to 500."""
 MATCH_SECONDS = 5.0
+
+_NAMES_KEPT = 4096
+"""Of modules, which are those of one base: their endings are asked for with each adapter."""
 
 OUTSIDE_LAYERS = ("embed_tokens", "lm_head")
 """Modules of a base model that PEFT can adapt and that are in no decoder layer."""
@@ -148,7 +152,8 @@ def _repetitions(text: str) -> int:
     return prod(max(int(count or 1) for count in counts) for counts in _COUNT.findall(text))
 
 
-def endings(name: str) -> list[str]:
+@lru_cache(_NAMES_KEPT)
+def endings(name: str) -> tuple[str, ...]:
     """The name, and what follows each of its dots."""
     parts = name.split(".")
-    return [".".join(parts[first:]) for first in range(len(parts))]
+    return tuple(".".join(parts[first:]) for first in range(len(parts)))

@@ -10,16 +10,18 @@ from torch import Tensor
 from deltaplane_kernels.rank_pages import NO_ROWS, RANK_PAGE_ROWS, AdapterRows, RankPageLayout
 from deltaplane_kernels.side_pages import NOTHING, SideShape
 from deltaplane_server.adapters.affine import Affine
-from deltaplane_server.adapters.layer_runs import LayerRun, layer_runs
+from deltaplane_server.adapters.layer_runs import ALIGNMENT, LayerRun, layer_runs
 from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.lora_matrices import AdaptedSlice
+from deltaplane_server.adapters.page_writes import PageWrites
 from deltaplane_server.adapters.safetensors_header import DTYPES, TensorEntry
-from deltaplane_server.adapters.tensor_values import converted, has_finite_sum, is_finite, tensor_of
+from deltaplane_server.adapters.tensor_values import converted, is_finite, tensor_of
 from deltaplane_server.adapters.unservable import unservable
 
-RUN_BYTES = 6 << 20
-"""Of pages that are written by the same calls. They are gone over three times, out of a core's cache or not:
-with 16 MB of it the 84 MB of rank 16 on Llama-3-8B take 20 ms layer by layer, and 60 ten layers at a time."""
+RUN_BYTES = 8 << 20
+"""Of pages that are written by the same calls. Of the 84 MB of rank 16 on Llama-3-8B a layer takes 3, too
+little work for what a call costs beside those of other threads. What is multiplied takes memory of its own,
+half as much as the pages."""
 
 PLAIN = Affine(None, None, None)
 """Of a linear that an adapter changes by A and B alone."""
@@ -53,20 +55,30 @@ def pack_pages(
     layout: RankPageLayout,
     pages: Tensor,
     threads: LoadThreads,
+    *,
+    are_finite: bool = False,
 ) -> None:
     """Writes A as it is, B^T times its scale, gains and biases, and zeros elsewhere, into rank pages
     [n, page_elements].
 
     slices: ordered by layer. affines: of those that are not plain.
     body: the bytes of the file after its header, uint8.
+    are_finite: whether all values are known to be, also in the dtype of the pages, and need no look.
     Errors: InvalidArgumentError where a value is not finite, in the file or in the dtype of the pages. It
     names the first such matrix, whichever thread was the first to come upon one.
     """
-    packer = _Packer(slices, affines, body, layout, pages)
+
+    def write(writes: PageWrites) -> bool:
+        writes.write()
+        return are_finite or writes.has_finite_sums()
+
+    aligned = body if body.storage_offset() % ALIGNMENT == 0 else body.clone()
+    packer = _Packer(slices, affines, aligned, layout, pages)
     share = -(-layout.num_layers // threads.num_threads)
     in_cache = RUN_BYTES * layout.num_layers // max(pages.nbytes, 1)
     runs = layer_runs(slices, layout.num_layers, max(min(share, in_cache), 1))
-    if not all(threads.map(packer.pack_run, runs)):
+    longest_first = sorted(runs, key=lambda run: run.count, reverse=True)
+    if not all(threads.map(write, (packer.writes(run) for run in longest_first))):
         packer.check_each()
 
 
@@ -92,19 +104,29 @@ class _Packer:
             dtype: torch.empty(0, dtype=dtype).set_(body.untyped_storage()) for dtype in DTYPES.values()
         }
 
-    def pack_run(self, run: LayerRun) -> bool:
-        """Packs the layers of a run. Answers whether their sum is finite, and so all their values."""
+    def writes(self, run: LayerRun) -> PageWrites:
+        """What packs the layers of a run."""
         size = self._layout.layer_elements
-        target = self._pages.narrow(1, run.first * size, run.count * size).zero_()
+        part = self._pages.narrow(1, run.first * size, run.count * size)
+        writes = PageWrites(part, is_filled=self._is_filled(run))
         for one in run.slices:
             if one.lora is not None:
                 place = self._place(one)
-                self._put(one.lora.a, one.rows.rank, place.a, run, 1.0)
+                self._put(writes, one.lora.a, one.rows.rank, place.a, run, 1.0)
                 if one.lora.magnitude is None:
-                    self._put(one.lora.b, one.rows.rank, place.b, run, one.lora.scale)
+                    self._put(writes, one.lora.b, one.rows.rank, place.b, run, one.lora.scale)
         for one in self._affine_slices(run):
-            self._put_affine(one, self._affines[one])
-        return has_finite_sum(target)
+            self._put_affine(writes, one, self._affines[one])
+        return writes
+
+    def _is_filled(self, run: LayerRun) -> bool:
+        """Whether A and B take every element of the run's layers in all pages, as those of one rank on all
+        linears do where it is a multiple of RANK_PAGE_ROWS."""
+        taken = 0
+        for one in run.slices:
+            linear = self._layout.placements[one.linear].linear
+            taken += one.rows.rank * (linear.in_features + linear.slices[one.index].out_features)
+        return taken == len(self._pages) * self._layout.layer_elements
 
     def _affine_slices(self, run: LayerRun) -> Iterator[AdaptedSlice]:
         layers = range(run.first, run.first + run.count)
@@ -138,25 +160,28 @@ class _Packer:
             _Rows(width, (width, 1), a, place.a_pitch), _Rows(out, (1, one.rows.rank), b, place.b_pitch)
         )
 
-    def _put_affine(self, one: AdaptedSlice, affine: Affine) -> None:
-        """Writes B times its scale and DoRA's factor, and the rows behind it."""
+    def _put_affine(self, writes: PageWrites, one: AdaptedSlice, affine: Affine) -> None:
+        """B times its scale and DoRA's factor, and the rows behind it."""
         rows = self._place(one).b
         if one.lora is not None and affine.factor is not None:
             alone = LayerRun(one.layer, 1, 0, [one])
-            self._put(one.lora.b, one.rows.rank, rows, alone, affine.factor * one.lora.scale)
+            self._put(writes, one.lora.b, one.rows.rank, rows, alone, affine.factor * one.lora.scale)
         if affine.gain is not None:
-            self._put_row(affine.gain, one.rows.rank, rows)
+            self._put_row(writes, affine.gain, one.rows.rank, rows)
         if affine.bias is not None:
-            self._put_row(affine.bias, one.rows.num_rows - 1, rows)
+            self._put_row(writes, affine.bias, one.rows.num_rows - 1, rows)
 
     def _put(
-        self, entry: TensorEntry, rank: int, rows: "_Rows", run: LayerRun, scale: "float | Tensor"
+        self,
+        writes: PageWrites,
+        entry: TensorEntry,
+        rank: int,
+        rows: "_Rows",
+        run: LayerRun,
+        scale: "float | Tensor",
     ) -> None:
-        """Writes the rank rows of a matrix times the scale, one number or [width], in all layers of the run.
-
-        One call of torch for each view: they hold the GIL, which running streams feel.
-        """
-        source, start = self._source(entry, run)
+        """The rank rows of a matrix times the scale, one number or [width], in all layers of the run."""
+        source, start = self._source(entry)
         row, column = rows.strides
         stride = run.stride // entry.dtype.itemsize
         page, layer = self._layout.page_elements, self._layout.layer_elements
@@ -165,27 +190,25 @@ class _Packer:
             shape = (run.count, full, RANK_PAGE_ROWS, rows.width)
             values = source.as_strided(shape, (stride, RANK_PAGE_ROWS * row, row, column), start)
             target = self._pages.as_strided(shape, (layer, page, rows.pitch, 1), rows.offset)
-            _scale_into(target, values, scale)
+            writes.add(target, values, scale)
         if rest:
             part = (run.count, rest, rows.width)
             begin = start + full * RANK_PAGE_ROWS * row
             values = source.as_strided(part, (stride, row, column), begin)
             target = self._pages.as_strided(part, (layer, rows.pitch, 1), rows.offset + full * page)
-            _scale_into(target, values, scale)
+            writes.add(target, values, scale)
 
-    def _put_row(self, vector: Tensor, number: int, rows: "_Rows") -> None:
-        """Writes a vector as row `number`, counted over all pages."""
+    def _put_row(self, writes: PageWrites, vector: Tensor, number: int, rows: "_Rows") -> None:
+        """A vector as row `number`, counted over all pages."""
         page, row = divmod(number, RANK_PAGE_ROWS)
         start = rows.offset + page * self._layout.page_elements + row * rows.pitch
-        self._pages.as_strided(vector.shape, (1,), start).copy_(vector)
+        writes.add(self._pages.as_strided(vector.shape, (1,), start), vector)
 
-    def _source(self, entry: TensorEntry, run: LayerRun) -> tuple[Tensor, int]:
-        """A tensor of the entry's dtype, and the element of its storage that the entry begins at; of all
-        entries of the run, which lie `stride` bytes apart."""
+    def _source(self, entry: TensorEntry) -> tuple[Tensor, int]:
+        """A tensor of the entry's dtype, and the element of its storage that the entry begins at."""
         start, odd = divmod(self._body_offset + entry.start, entry.dtype.itemsize)
         if odd:
-            stop = entry.stop + (run.count - 1) * run.stride
-            return self._body[entry.start : stop].clone().view(entry.dtype), 0
+            return self._body[entry.start : entry.stop].clone().view(entry.dtype), 0
         return self._storages[entry.dtype], start
 
 
@@ -207,17 +230,6 @@ class _Place(NamedTuple):
 
     a: _Rows
     b: _Rows
-
-
-def _scale_into(target: Tensor, source: Tensor, scale: "float | Tensor") -> None:
-    """target = source * scale, computed in float32 and rounded once. A number multiplies 16-bit tensors in
-    float32 on a CPU."""
-    if source.dtype == target.dtype and isinstance(scale, float):
-        target.copy_(source)
-        if scale != 1.0:
-            target.mul_(scale)
-    else:
-        target.copy_(source.float().mul(scale))
 
 
 def rows_of(slices: Sequence[AdaptedSlice], layout: RankPageLayout) -> AdapterRows:

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from deltaplane_controlplane.errors import FailedPreconditionError, InvalidArgumentError
-from deltaplane_controlplane.ports import AdapterManifest
+from deltaplane_controlplane.ports import NO_LINKS, AdapterManifest, Links
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.rank_pages import RankPageLayout
 from deltaplane_kernels.side_pages import side_page_layout
-from deltaplane_server.adapters.adapter_plan import AdapterPlan, make_plan
+from deltaplane_server.adapters.adapter_plan import AdapterPlan, FileContents, contents_of, make_plan
 from deltaplane_server.adapters.affine import Affine, BaseWeights, affine
 from deltaplane_server.adapters.files import (
     CONFIG_FILE,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
     WEIGHTS_FILE,
     AdapterFile,
     Digest,
@@ -35,13 +37,7 @@ from deltaplane_server.adapters.load_threads import LoadThreads
 from deltaplane_server.adapters.lora_matrices import AdaptedSlice
 from deltaplane_server.adapters.packing import PackedAdapter, pack_pages, rows_of
 from deltaplane_server.adapters.peft_config import MAX_CONFIG_BYTES, parse_config
-from deltaplane_server.adapters.safetensors_header import (
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    TensorEntry,
-    parse_header,
-    read_header_bytes,
-)
+from deltaplane_server.adapters.safetensors_header import TensorEntry, parse_header, read_header_bytes
 from deltaplane_server.adapters.side_packing import ReadBytes, check_base_copies, check_tied, pack_side
 from deltaplane_server.adapters.tensor_values import converted, tensor_of
 from deltaplane_server.adapters.unservable import unservable
@@ -81,7 +77,8 @@ class PeftLoader:
         cat adapter_config.json adapter_model.safetensors | sha256sum
 
     It is computed when an adapter is inspected, and when it is packed, unless its files are known to be as
-    they were when this was last done: KnownDigests has the rule.
+    they were when this was last done: KnownDigests has the rule. So it is with the look at each value of
+    plain LoRA; what DoRA and biases make of their values is looked at whenever they are packed.
 
     Loads run beside the thread that makes steps, so that what takes long lets go of the GIL: reading, the
     digest and the arithmetic. Reading and arithmetic are divided among the threads of LoadThreads. What holds
@@ -113,19 +110,21 @@ class PeftLoader:
         self._threads = threads or LoadThreads()
         self._sha256 = sha256
         self._known_digests = KnownDigests()
+        self._checked_files = KnownDigests()
         self._clock = clock
         self._digests = ThreadPoolExecutor(thread_name_prefix="adapter-digest")
-        self._header = lru_cache(_PLANS_KEPT)(parse_header)
+        self._contents = lru_cache(_PLANS_KEPT)(self._read_contents)
         self._plan = lru_cache(_PLANS_KEPT)(self._make_plan)
 
-    def inspect(self, source: Path) -> AdapterManifest:
+    def inspect(self, source: Path, links: Links = NO_LINKS) -> AdapterManifest:
         """Reads an adapter's files once and checks all there is to check, a few MB at a time in memory.
 
+        links: that files may be read through.
         Errors: InvalidArgumentError, which names what cannot be served exactly.
         """
         read_from = self._clock()
         digest = self._sha256()
-        with open_folder(source) as folder:
+        with open_folder(source, links) as folder:
             with folder.open(CONFIG_FILE, digest) as file:
                 config_bytes = _read_config(file)
                 states = [file.state_if_unchanged()]
@@ -136,6 +135,7 @@ class PeftLoader:
                 self._check_equalities(plan, partial(_read_again, file, plan.header_bytes))
                 states.append(file.state_if_unchanged())
         self._known_digests.put(states, digest.hexdigest(), read_from)
+        self._checked_files.put(states, digest.hexdigest(), read_from)
         return AdapterManifest(
             source=str(source),
             digest=digest.hexdigest(),
@@ -152,24 +152,26 @@ class PeftLoader:
             features=plan.features(),
         )
 
-    def pack(self, manifest: AdapterManifest) -> PackedAdapter:
+    def pack(self, manifest: AdapterManifest, links: Links = NO_LINKS) -> PackedAdapter:
         """Reads an adapter's files once, into memory, and packs them.
 
+        links: that files may be read through.
         Errors: FailedPreconditionError where the files are gone, or are not those of the manifest;
         InvalidArgumentError where they cannot be served exactly.
         """
         started = time.perf_counter()
         with self._file_buffers.take(manifest.source_bytes) as buffer:
-            files = self._read_files(manifest, buffer)
+            files = self._read_files(manifest, links, buffer)
             read = time.perf_counter()
             digest = self._begin_digest(files)
             try:
-                plan, pages = self._pack_weights(files.config, files.weights)
+                plan, pages = self._pack_weights(files)
             except InvalidArgumentError:
                 if digest.result() == manifest.digest:
                     raise
             if digest.result() != manifest.digest:
                 raise _changed(manifest)
+            self._checked_files.put(files.states, manifest.digest, files.read_from)
         return PackedAdapter(
             pages=pages,
             rows=rows_of(plan.slices, self._page_layout),
@@ -178,14 +180,18 @@ class PeftLoader:
             pack_ms=(time.perf_counter() - read) * 1e3,
         )
 
-    def _pack_weights(self, config_bytes: bytes, weights: Tensor) -> tuple[AdapterPlan, Tensor]:
+    def _pack_weights(self, files: _Files) -> tuple[AdapterPlan, Tensor]:
+        weights = files.weights
         beginning = io.BytesIO(weights[: LENGTH_BYTES + MAX_HEADER_BYTES].numpy().data)
-        plan = self._plan(config_bytes, read_header_bytes(beginning.read, len(weights)), len(weights))
+        plan = self._plan(files.config, read_header_bytes(beginning.read, len(weights)), len(weights))
         body = weights[plan.header_bytes :]
         affines = self._affines(plan, body)
         pages = self._new_pages(plan.num_pages)
         ranked = pages[: plan.num_rank_pages]
-        pack_pages(plan.slices, affines, body, self._page_layout, ranked, self._threads)
+        are_finite = plan.is_plain and self._checked_files.get(files.states) is not None
+        pack_pages(
+            plan.slices, affines, body, self._page_layout, ranked, self._threads, are_finite=are_finite
+        )
         if self._side_layout is not None:
             pack_side(plan.side, body, self._side_layout, pages[plan.num_rank_pages :], self._threads)
         self._check_equalities(plan, lambda start, stop: body[start:stop])
@@ -209,12 +215,12 @@ class PeftLoader:
             raise unservable("the adapter is relative to the base's weights, which are not at hand here")
         return self._base
 
-    def _read_files(self, manifest: AdapterManifest, buffer: Tensor) -> _Files:
+    def _read_files(self, manifest: AdapterManifest, links: Links, buffer: Tensor) -> _Files:
         """Both files, as many bytes as when the manifest was made; the weights are a part of the buffer
         [source_bytes], uint8."""
         read_from = self._clock()
         try:
-            with open_folder(Path(manifest.source)) as folder:
+            with open_folder(Path(manifest.source), links) as folder:
                 with folder.open(CONFIG_FILE) as file:
                     config_bytes = _read_config(file)
                     states = [file.state_if_unchanged()]
@@ -248,11 +254,14 @@ class PeftLoader:
 
     def _make_plan(self, config_bytes: bytes, header_bytes: bytes, file_bytes: int) -> AdapterPlan:
         config = parse_config(config_bytes)
-        header = self._header(header_bytes, file_bytes)
-        plan = make_plan(config, header, self._layout, self._max_lora_rank)
+        contents = self._contents(header_bytes, file_bytes)
+        plan = make_plan(config, contents, self._layout, self._max_lora_rank)
         if not plan.is_plain:
             self._base_weights()
         return plan
+
+    def _read_contents(self, header_bytes: bytes, file_bytes: int) -> FileContents:
+        return contents_of(parse_header(header_bytes, file_bytes), self._layout)
 
     def _new_pages(self, num_pages: int) -> Tensor:
         if self._host_pages is None:

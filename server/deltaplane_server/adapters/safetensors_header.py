@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from deltaplane_server.adapters.files import WEIGHTS_FILE
+from deltaplane_server.adapters.files import LENGTH_BYTES, MAX_HEADER_BYTES, WEIGHTS_FILE
 from deltaplane_server.adapters.strict_json import parse_object
 from deltaplane_server.adapters.unservable import shown, unservable
 
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 2 << 20
 MAX_DIMENSIONS = 8
 MAX_SIZE = 1 << 48
 

@@ -1,6 +1,6 @@
-"""Arrays of the host on their way to the device."""
+"""Arrays and lists of the host on their way to the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -10,6 +10,12 @@ from torch import Tensor
 
 _ALIGNMENT = 16
 """In bytes: kernels are compiled for the alignment of their pointers."""
+
+
+def integers_to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """[len(values)], int64, on the device. The host does not wait for a copy to a GPU."""
+    source = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return source.to(device, non_blocking=True)
 
 
 def to_device(arrays: Mapping[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:

@@ -162,8 +162,8 @@ def _too_little(engine: EngineConfig, budget: MemoryBudget, plan: MemoryPlan) ->
     if engine.kv_cache_bytes is not None:
         return InvalidArgumentError.for_field("kv_cache_bytes", f"more KV than memory: {what}; ask for less")
     return InvalidArgumentError(
-        f"The model does not fit in memory: {what}; use a smaller model or dtype, fewer or smaller adapters, "
-        "or a lower max_num_batched_tokens or max_num_seqs"
+        f"The model does not fit in memory: {what}; use a smaller model or dtype, fewer or smaller adapters "
+        "(max_loras, max_lora_rank, adapter_pages), or a lower max_num_batched_tokens or max_num_seqs"
     )
 
 

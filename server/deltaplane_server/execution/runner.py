@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deltaplane_server.execution.array_transfer import integers_to_device
 from deltaplane_server.execution.graphs.decode_graphs import DecodeGraphs
 from deltaplane_server.execution.graphs.step_graphs import StepGraphs
 from deltaplane_server.execution.kv_cache import KVCache
@@ -15,7 +16,6 @@ from deltaplane_server.execution.step_inputs import (
     LoraPool,
     StepInputs,
     StepOutput,
-    on_device,
     opened_pages,
     sampling_rows,
 )
@@ -114,7 +114,7 @@ class ModelRunner:
         if not rows:
             self._feed.keep([], None)
             return None
-        last = on_device(rows, self._decoder.device)
+        last = integers_to_device(rows, self._decoder.device)
         side = output.side.at(last) if output.side is not None else None
         logits = self._decoder.logits(output.hidden.index_select(0, last), side=side)
         return self._sample(logits, sequences, output.tokens.index_select(0, last))

@@ -7,7 +7,6 @@ import structlog
 import torch
 
 from deltaplane_controlplane.errors import InvalidArgumentError
-from deltaplane_controlplane.ports import rank_pages
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.lora import RankPagePool
 from deltaplane_kernels.rank_pages import RankPageLayout
@@ -205,8 +204,7 @@ def _pool_size(config: EngineConfig) -> tuple[int, int]:
     """Rank pages and slots."""
     if not config.enable_lora:
         return 0, 0
-    num_pages = config.adapter_pages or config.max_loras * rank_pages(config.max_lora_rank)
-    return num_pages, config.max_loras
+    return config.num_adapter_pages, config.max_loras
 
 
 def _announce(memory: MemoryPlan, dtype: torch.dtype, device: torch.device) -> None:

@@ -102,9 +102,3 @@ def opened_pages(scheduled: Iterable[ScheduledSequence], page_size: int) -> list
         for s in scheduled
         if s.end % page_size and s.end - s.end % page_size >= s.start
     ]
-
-
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """[len(values)], int64. The host does not wait for a copy to a GPU."""
-    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)

@@ -2450,7 +2450,8 @@ type GetCapacityRequest struct {
 	unknownFields protoimpl.UnknownFields
 
 	// Optional. Ranks to answer for, at most 256; default 8, 16, 32, 64 as far as they are allowed, and the
-	// highest.
+	// highest. An adapter with DoRA takes what one rank more does, and one with biases what yet another does:
+	// ask for these, which may be over the highest.
 	Ranks []uint32 `protobuf:"varint,1,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
 }
 
@@ -2762,7 +2763,7 @@ func (x *TierCapacity) GetHeldBytes() uint64 {
 	return 0
 }
 
-// How many adapters of one rank fit.
+// How many adapters of one rank fit that have nothing but LoRA in the layers.
 type RankCapacity struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache

@@ -66,7 +66,8 @@ type AdapterServiceClient interface {
 	GetCapacity(ctx context.Context, in *GetCapacityRequest, opts ...grpc.CallOption) (*Capacity, error)
 	// Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
 	// RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+	// RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
 	WatchAdapters(ctx context.Context, in *WatchAdaptersRequest, opts ...grpc.CallOption) (AdapterService_WatchAdaptersClient, error)
 }
 
@@ -305,7 +306,8 @@ type AdapterServiceServer interface {
 	GetCapacity(context.Context, *GetCapacityRequest) (*Capacity, error)
 	// Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
 	// RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+	// Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+	// RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
 	WatchAdapters(*WatchAdaptersRequest, AdapterService_WatchAdaptersServer) error
 	mustEmbedUnimplementedAdapterServiceServer()
 }

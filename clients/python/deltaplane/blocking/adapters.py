@@ -348,7 +348,8 @@ class AdapterClient:
         return self._plane.unary(self._stub.ListSlots, request, timeout=timeout, idempotent=True).slots
 
     def capacity(self, ranks: Sequence[int] = (), *, timeout: float | None = None) -> Capacity:
-        """What each tier holds, and how many more adapters of these ranks fit."""
+        """What each tier holds, and how many more adapters of these ranks fit, with nothing but LoRA in the
+        layers. One with DoRA takes what one rank more does, and one with biases what yet another does."""
         request = adapters_pb2.GetCapacityRequest(ranks=ranks)
         return self._plane.unary(self._stub.GetCapacity, request, timeout=timeout, idempotent=True)
 

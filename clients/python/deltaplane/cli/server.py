@@ -11,7 +11,12 @@ def add_commands(add: Add) -> None:
     add("slots", "list the device slots and the adapters in them", slots)
     parser = add("capacity", "show what each tier holds, and how many more adapters fit", capacity)
     parser.add_argument(
-        "--rank", type=int, action="append", default=[], help="a rank to answer for; may be given again"
+        "--rank",
+        type=int,
+        action="append",
+        default=[],
+        help="a rank to answer for, of LoRA alone: DoRA takes what one rank more does, and biases what yet "
+        "another does; may be given again",
     )
     add("model", "show the base model and the limits of a request", model)
     add("health", "ask both planes whether they are serving; exit code 1 unless both are", health)

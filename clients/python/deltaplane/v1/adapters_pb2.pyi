@@ -1308,7 +1308,8 @@ class GetCapacityRequest(_message.Message):
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Optional. Ranks to answer for, at most 256; default 8, 16, 32, 64 as far as they are allowed, and the
-        highest.
+        highest. An adapter with DoRA takes what one rank more does, and one with biases what yet another does:
+        ask for these, which may be over the highest.
         """
 
     def __init__(
@@ -1454,7 +1455,7 @@ Global___TierCapacity: _TypeAlias = TierCapacity  # noqa: Y015
 
 @_typing.final
 class RankCapacity(_message.Message):
-    """How many adapters of one rank fit."""
+    """How many adapters of one rank fit that have nothing but LoRA in the layers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -256,7 +256,8 @@ class AdapterServiceServicer:
     def WatchAdapters(self, request, context):
         """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
         RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+        RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

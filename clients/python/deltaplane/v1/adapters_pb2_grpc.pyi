@@ -108,7 +108,8 @@ class AdapterServiceStub:
     WatchAdapters: _grpc.UnaryStreamMultiCallable[_adapters_pb2.WatchAdaptersRequest, _adapters_pb2.WatchAdaptersResponse]
     """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
     RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+    RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
     """
 
 @_typing.type_check_only
@@ -191,7 +192,8 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     WatchAdapters: _aio.UnaryStreamMultiCallable[_adapters_pb2.WatchAdaptersRequest, _adapters_pb2.WatchAdaptersResponse]  # type: ignore[assignment]
     """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
     RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+    Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+    RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
     """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -355,7 +357,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_adapters_pb2.WatchAdaptersResponse], _abc.AsyncIterator[_adapters_pb2.WatchAdaptersResponse]]:
         """Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
         RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+        Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+        RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
         """
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

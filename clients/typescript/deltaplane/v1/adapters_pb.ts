@@ -1366,7 +1366,8 @@ export const SlotSchema: GenMessage<Slot> = /*@__PURE__*/
 export type GetCapacityRequest = Message<"deltaplane.v1.GetCapacityRequest"> & {
   /**
    * Optional. Ranks to answer for, at most 256; default 8, 16, 32, 64 as far as they are allowed, and the
-   * highest.
+   * highest. An adapter with DoRA takes what one rank more does, and one with biases what yet another does:
+   * ask for these, which may be over the highest.
    *
    * @generated from field: repeated uint32 ranks = 1;
    */
@@ -1556,7 +1557,7 @@ export const TierCapacitySchema: GenMessage<TierCapacity> = /*@__PURE__*/
   messageDesc(file_deltaplane_v1_adapters, 23);
 
 /**
- * How many adapters of one rank fit.
+ * How many adapters of one rank fit that have nothing but LoRA in the layers.
  *
  * @generated from message deltaplane.v1.RankCapacity
  */
@@ -2113,7 +2114,8 @@ export const AdapterService: GenService<{
   /**
    * Sends the adapters as they are, then every change. A watcher that reads too slowly is cut off with
    * RESOURCE_EXHAUSTED, reason WATCHER_TOO_SLOW, and may resume.
-   * Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh).
+   * Errors: OUT_OF_RANGE (the resume token is too old, or of an earlier run of the server: start afresh),
+   * RESOURCE_EXHAUSTED, reason TOO_MANY_WATCHES (try later).
    *
    * @generated from rpc deltaplane.v1.AdapterService.WatchAdapters
    */

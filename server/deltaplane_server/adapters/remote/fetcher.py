@@ -4,9 +4,11 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from deltaplane_controlplane.ports import FetchedSource, Progress
 from deltaplane_server.adapters.remote.addresses import Address, AllowedSources, is_remote, same_adapter
 from deltaplane_server.adapters.remote.host import FileBounds, RemoteHost
 from deltaplane_server.adapters.remote.network import Network
-from deltaplane_server.adapters.remote.retries import Retries
+from deltaplane_server.adapters.remote.retries import COME_BACK_S, Retries
 from deltaplane_server.adapters.remote.transfer import RemoteFile, Transfer
 
 STAGE = "fetch"
@@ -38,12 +40,15 @@ class FetchLimits:
 
     max_at_once: whose bytes are coming. max_under_way: these and those that wait for their turn.
     connect_timeout_s, stall_timeout_s: for a connection, and how long a server may then send nothing.
+    total_timeout_s: for all of an adapter from its turn on, tries and waits between them included; it ends
+        what never stalls and never ends, such as a server that sends a byte now and then.
     """
 
     max_at_once: int = 4
     max_under_way: int = 12
     connect_timeout_s: float = 10.0
     stall_timeout_s: float = 30.0
+    total_timeout_s: float = 1800.0
     retries: Retries = field(default_factory=Retries)
 
 
@@ -63,14 +68,13 @@ class _Flight:
     waiters: int = 0
     landing: threading.Lock = field(default_factory=threading.Lock)
 
-    def report(self, progress: Progress) -> None:
+    @property
+    def num_bytes(self) -> tuple[int, int | None]:
+        """How many have come, of how many; None while nobody knows."""
         transfers = self.transfers.copy()
         totals = [transfer.total for transfer in transfers if transfer.total is not None]
-        progress.report(
-            STAGE,
-            sum(transfer.received for transfer in transfers),
-            sum(totals) if len(totals) == _NUM_FILES else None,
-        )
+        received = sum(transfer.received for transfer in transfers)
+        return received, sum(totals) if len(totals) == _NUM_FILES else None
 
 
 class RemoteFetcher:
@@ -177,7 +181,7 @@ class RemoteFetcher:
         while True:
             progress.check()
             done, _ = wait_for([flight.source], _POLL_S)
-            flight.report(progress)
+            progress.report(STAGE, *flight.num_bytes)
             if done:
                 break
         try:
@@ -215,7 +219,7 @@ class RemoteFetcher:
         begun = time.monotonic()
         retries, shown = self._limits.retries, str(flight.address)
         try:
-            async with self._turns:
+            async with self._turns, self._in_time(flight):
                 remote = await retries.run(shown, partial(host.resolve, flight.address))
                 for file in remote.files:
                     await self._bring(flight, file, client)
@@ -232,6 +236,26 @@ class RemoteFetcher:
             ms=round(1e3 * (time.monotonic() - begun), 1),
         )
         return remote.source
+
+    @asynccontextmanager
+    async def _in_time(self, flight: _Flight) -> AsyncIterator[None]:
+        """Errors: UnavailableError, where it takes longer than it may."""
+        limit_s = self._limits.total_timeout_s
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            received, total = flight.num_bytes
+            of_total = "" if total is None else f" of {total}"
+            raise UnavailableError(
+                f"{flight.address} cannot be fetched within {limit_s:g} s: {received}{of_total} bytes have "
+                "come; try later, or raise --fetch-timeout",
+                reason="SOURCE_TOO_SLOW",
+                retry_after_s=COME_BACK_S,
+            ) from error
 
     async def _bring(self, flight: _Flight, file: RemoteFile, client: httpx2.AsyncClient) -> None:
         with flight.folder.create(file.name) as sink:

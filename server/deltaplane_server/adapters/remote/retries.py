@@ -9,7 +9,8 @@ from typing import TypeVar
 from deltaplane_controlplane.errors import UnavailableError
 
 _LONGEST_WAIT_S = 30.0
-_COME_BACK_S = 30.0
+COME_BACK_S = 30.0
+"""When to ask again for what cannot be fetched now."""
 
 RETRIED_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 """HTTP answers that do not mean the request is wrong."""
@@ -54,7 +55,7 @@ class Retries:
                     raise UnavailableError(
                         f"{what} cannot be fetched now: {error.why}",
                         reason="SOURCE_UNAVAILABLE",
-                        retry_after_s=max(error.after_s, _COME_BACK_S),
+                        retry_after_s=max(error.after_s, COME_BACK_S),
                     ) from error
                 await asyncio.sleep(self._wait(tries, error.after_s))
 
