@@ -3,6 +3,7 @@
     python -m bench.decode                        # Llama-3-8B shapes in bfloat16 on the GPU, all rows
     python -m bench.decode --rows 64,0 64,64      # some rows, by batch and distinct adapters
     python -m bench.decode --busy                 # also how much of the time the GPU works
+    python -m bench.decode --kernels              # also which kernels take it
     python -m bench.decode --quick                # fewer tokens
     python -m bench.decode --tiny                 # a tiny model on any device, to see that it runs
 
@@ -21,14 +22,18 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
 from bench import report
 from bench.gpu_busy import Busy, gpu_busy
+from bench.gpu_kernels import KernelTime, kernels_per_step, table_rows
+from bench.gpu_trace import gpu_trace
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_controlplane.ports import rank_pages
 from deltaplane_server.config import EngineConfig
@@ -36,12 +41,16 @@ from deltaplane_server.engine.api import FinishReason, GenerationRequest
 from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution.device import resolve_device
 from deltaplane_server.execution.setup import Execution, set_up
+from deltaplane_server.interpreter import freeze_heap
 from deltaplane_server.models.config import DecoderConfig
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.scheduler import Scheduler
 
 BYTES_PER_MS = 4.26e9
 PAGE_SIZE = 16
+PROFILED_STEPS = 16
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,10 @@ TINY_ROWS: tuple[Row, ...] = (Row(2, 0, lora=False), Row(2, 0), Row(3, 2), Row(3
 
 @dataclass(frozen=True)
 class Workload:
-    """What runs, and for how many tokens of prompt and output. busy: whether the GPU is watched."""
+    """What runs, and for how many tokens of prompt and output.
+
+    busy, kernels: whether the GPU is watched, and its kernels are told apart.
+    """
 
     model: DecoderConfig
     dtype: torch.dtype
@@ -96,6 +108,7 @@ class Workload:
     output: int
     repeats: int
     busy: bool = False
+    kernels: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,7 @@ class Figures:
     prefill_ms: of a run with one output token.
     bytes_ms: for the bytes that a step must read.
     busy: of the decodes of a shorter run; None where nobody watched.
+    kernels: of a step; None where they were not told apart.
     """
 
     step_ms: float
@@ -112,17 +126,18 @@ class Figures:
     bytes_ms: float
     all: list[float]
     busy: Busy | None = None
+    kernels: list[KernelTime] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Figures]:
     args = _parse(argv)
     work, rows = _workload(args)
-    results: dict[str, Figures] = {}
-    for lora in (False, True):
-        chosen = [row for row in rows if row.lora == lora]
-        if chosen:
-            results |= measure_rows(work, chosen)
+    results = _for_all(work, rows, _measure)
     _show(rows, results)
+    if work.kernels:  # after all figures: what watches the GPU might still cost something afterwards
+        kernels = _for_all(work, rows, _kernels)
+        results = {title: replace(figures, kernels=kernels[title]) for title, figures in results.items()}
+        _show_kernels(results)
     path = report.write(
         "decode-tiny" if args.tiny else "decode",
         {
@@ -146,6 +161,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="33 output tokens and one repeat")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in float32")
     parser.add_argument("--busy", action="store_true", help="watch the GPU; nothing without one")
+    parser.add_argument("--kernels", action="store_true", help="time by kernel; nothing without a GPU")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N; default: the first GPU")
     return parser.parse_args(argv)
@@ -160,7 +176,7 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
         raise SystemExit("bench.decode: torch sees no CUDA device; run it on a GPU machine, or with --tiny")
     else:
         output, repeats = (33, 1) if args.quick else (256, args.repeats)
-        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, args.busy)
+        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, args.busy, args.kernels)
     known = {row.key for row in rows}
     unknown = [key for key in args.rows or () if key not in known]
     if unknown:
@@ -169,22 +185,50 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
 
 
 def measure_rows(work: Workload, rows: list[Row]) -> dict[str, Figures]:
-    """Rows of the same setting of LoRA, on one engine set up for the largest of them."""
+    """Rows of the same setting of LoRA, by title."""
+    return _on_one_engine(work, rows, _measure)
+
+
+def _for_all(
+    work: Workload, rows: list[Row], call: Callable[[Workload, Execution, Row], _T]
+) -> dict[str, _T]:
+    """What is called for each row, by title, on an engine for each setting of LoRA."""
+    settings = ([row for row in rows if row.lora == lora] for lora in (False, True))
+    answers: dict[str, _T] = {}
+    for chosen in filter(None, settings):
+        answers |= _on_one_engine(work, chosen, call)
+    return answers
+
+
+def _on_one_engine(
+    work: Workload, rows: list[Row], call: Callable[[Workload, Execution, Row], _T]
+) -> dict[str, _T]:
+    """The same for rows of one setting, on an engine set up for the largest of them."""
     execution = _set_up(work, rows)
-    results = {}
+    answers = {}
     loaded = 0, 0
-    for row in rows:
-        if row.adapters and loaded != (row.adapters, row.rank):
-            loaded = _load(work, execution, row, loaded[0])
-        results[row.title] = figures = _measure(work, execution, row)
-        print(
-            f"{row.title}: {figures.step_ms:.2f} ms per step, prefill {figures.prefill_ms:.0f} ms", flush=True
-        )
+    with _frozen_heap():
+        for row in rows:
+            if row.adapters and loaded != (row.adapters, row.rank):
+                loaded = _load(work, execution, row, loaded[0])
+            answers[row.title] = call(work, execution, row)
     del execution
     gc.collect()
     if work.device.type == "cuda":
         torch.cuda.empty_cache()
-    return results
+    return answers
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Garbage collection as a server has it: full collections do not go through what is loaded."""
+    thresholds = gc.get_threshold()
+    freeze_heap()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def _set_up(work: Workload, rows: list[Row]) -> Execution:
@@ -237,32 +281,34 @@ def _measure(work: Workload, execution: Execution, row: Row) -> Figures:
         adapters=row.adapters,
         rank=row.rank,
     )
-    return Figures(
+    figures = Figures(
         step_ms=statistics.median(steps) * 1e3,
         prefill_ms=statistics.median(prefill) * 1e3,
         bytes_ms=nbytes / BYTES_PER_MS,
         all=[step * 1e3 for step in steps],
         busy=gpu_busy(lambda: _run(work, execution, row, min(work.output, 65))) if work.busy else None,
     )
+    print(f"{row.title}: {figures.step_ms:.2f} ms per step, prefill {figures.prefill_ms:.0f} ms", flush=True)
+    return figures
+
+
+def _kernels(work: Workload, execution: Execution, row: Row) -> list[KernelTime]:
+    """Of steps in the middle of a run, whose context is the mean of the whole."""
+    engine = _start(execution, _requests(work, row, work.output))
+    for _ in range(work.output // 2):
+        engine.step()
+    num_steps = min(PROFILED_STEPS, work.output // 4)
+    spans = gpu_trace(lambda: [engine.step() for _ in range(num_steps)])
+    engine.drain(0.0)
+    engine.step()
+    return kernels_per_step(spans, num_steps)
 
 
 def _run(work: Workload, execution: Execution, row: Row, output: int) -> float:
     """Seconds from the first request to the last token."""
-    rng = random.Random(0)
-    engine = Engine(Scheduler(execution.scheduler), execution.runner, NoText(), max_waiting=row.batch)
-    prompts = [[rng.randrange(work.model.vocab_size) for _ in range(work.prompt)] for _ in range(row.batch)]
+    requests = _requests(work, row, output)
     begin = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        lease = _ResidentLease(number % row.adapters) if row.adapters else None
-        engine.submit(
-            GenerationRequest(
-                request_id=str(number),
-                prompt_tokens=prompt,
-                sampling=SamplingParams(temperature=0.0),
-                stop=StopParams(max_tokens=output),
-                lease=lease,
-            )
-        )
+    engine = _start(execution, requests)
     made, finished = 0, 0
     while finished < row.batch:
         for delta in engine.step():
@@ -275,6 +321,27 @@ def _run(work: Workload, execution: Execution, row: Row, output: int) -> float:
     if made != output * row.batch:
         raise SystemExit(f"bench.decode: {made} tokens were made instead of {output * row.batch}")
     return seconds
+
+
+def _requests(work: Workload, row: Row, output: int) -> list[GenerationRequest]:
+    rng = random.Random(0)
+    return [
+        GenerationRequest(
+            request_id=str(number),
+            prompt_tokens=[rng.randrange(work.model.vocab_size) for _ in range(work.prompt)],
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=output),
+            lease=_ResidentLease(number % row.adapters) if row.adapters else None,
+        )
+        for number in range(row.batch)
+    ]
+
+
+def _start(execution: Execution, requests: list[GenerationRequest]) -> Engine:
+    engine = Engine(Scheduler(execution.scheduler), execution.runner, NoText(), max_waiting=len(requests))
+    for request in requests:
+        engine.submit(request)
+    return engine
 
 
 class NoText:
@@ -329,6 +396,13 @@ def _show(rows: Sequence[Row], results: dict[str, Figures]) -> None:
 
     columns = ["B, D", "bytes", "reach", "ours", "of the bytes' speed", "prefill", "GPU busy", "GPU waits"]
     report.print_table("Milliseconds per decode step", columns, [line(row) for row in rows])
+
+
+def _show_kernels(results: dict[str, Figures]) -> None:
+    columns = ["", "ms", "calls", "us of a call"]
+    for title, figures in results.items():
+        lines = table_rows(figures.kernels or [], figures.step_ms)
+        report.print_table(f"{title}: kernels of a step", columns, lines)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""How much of the time the GPU works while something runs, by torch's profiler (CUPTI)."""
+"""How much of the time the GPU works while something runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from bench.gpu_trace import Span, gpu_trace
 
 _LAUNCH_NS = 5_000
 """Gaps up to this long lie between two kernels of a graph; a host that is late leaves longer ones."""
@@ -21,23 +20,15 @@ class Busy:
 def gpu_busy(run: Callable[[], object], *, skip: float = 0.25) -> Busy:
     """Runs it under the profiler. skip: the part of all kernels and copies, from the first on, that does not
     count: a run's prefill."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        run()
-        torch.cuda.synchronize()
-    assert profiler.profiler is not None
-    spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profiler.profiler.kineto_results.events()
-        if event.device_type().name == "CUDA"
-    )
+    spans = gpu_trace(run)
     return busy_of(spans[int(skip * len(spans)) :])
 
 
-def busy_of(spans: list[tuple[int, int]]) -> Busy:
-    """spans: of start and end, by start."""
-    gaps, end = [], spans[0][1]
-    for start, stop in spans[1:]:
-        gaps.append(max(start - end, 0))
-        end = max(end, stop)
-    whole = end - spans[0][0]
+def busy_of(spans: Sequence[Span]) -> Busy:
+    """spans: by start, at least one."""
+    gaps, end = [], spans[0].stop
+    for span in spans[1:]:
+        gaps.append(max(span.start - end, 0))
+        end = max(end, span.stop)
+    whole = end - spans[0].start
     return Busy(1 - sum(gaps) / whole, sum(gap for gap in gaps if gap > _LAUNCH_NS) / whole)

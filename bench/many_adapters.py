@@ -13,19 +13,20 @@ files, so the disk takes little, but differ in their scale, and the device holds
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from bench import report
 from bench.load import Choice, ClosedLoop, Lengths, RequestMix
 from bench.load_generator import LoadGenerator, LoadResult
 from bench.random_server import (
-    Brought,
     RandomCheckpoint,
     add_arguments,
-    bring_adapters,
+    load_adapters,
+    register_adapters,
     serve,
     write_checkpoint,
 )
@@ -38,12 +39,14 @@ RANK = 8
 
 @dataclass(frozen=True)
 class Stage:
-    """With so many adapters registered. brought: those that are new since the stage before.
+    """With so many adapters registered.
 
+    register_s, load_s: seconds for those that are new since the stage before.
     loads: onto the device, while the load ran.
     """
 
-    brought: Brought
+    register_s: float
+    load_s: float
     load: LoadResult
     loads: int
 
@@ -101,14 +104,8 @@ def _measure(args: argparse.Namespace, checkpoint: RandomCheckpoint) -> dict[int
         known = 0
         for number in args.numbers:
             new = dict(islice(checkpoint.adapters.items(), known, number))
-            brought = bring_adapters(server, new, room=max(0, args.max_loras - known))
-            stage = _stage(args, server, generator, list(checkpoint.adapters)[:number], brought)
-            stages[number] = stage
-            print(
-                f"{number}: registered after {brought.register_s:.1f} s, loaded {brought.load_s:.1f}, "
-                f"{stage.load.tokens_per_s:.0f} tokens/s",
-                flush=True,
-            )
+            names = tuple(islice(checkpoint.adapters, number))
+            stages[number] = _stage(args, server, generator, names, new)
             known = number
     return stages
 
@@ -117,15 +114,23 @@ def _stage(
     args: argparse.Namespace,
     server: ServerProcess,
     generator: LoadGenerator,
-    names: Sequence[str],
-    brought: Brought,
+    names: tuple[str, ...],
+    new: Mapping[str, Path],
 ) -> Stage:
+    """names: of all adapters. new: those of them that the server does not know yet."""
+    number = len(names)
+    register_s = register_adapters(server, new)
+    print(f"{number}: registered after {register_s:.1f} s", flush=True)
+    room = max(0, args.max_loras - (number - len(new)))
+    load_s = load_adapters(server, islice(new, room))
+    print(f"{number}: loaded after {load_s:.1f} s", flush=True)
     with Client(server.address, server.admin_address) as client:
         vocab_size = client.model().vocab_size
         before = _loads(client)
-        mix = RequestMix(vocab_size, args.lengths, args.lengths, tuple(names), args.choice)
-        load = generator.run(mix, ClosedLoop(args.streams, *args.window), seed=len(names))
-        return Stage(brought, load, _loads(client) - before)
+        mix = RequestMix(vocab_size, args.lengths, args.lengths, names, args.choice)
+        load = generator.run(mix, ClosedLoop(args.streams, *args.window), seed=number)
+        print(f"{number}: {load.tokens_per_s:.0f} tokens/s", flush=True)
+        return Stage(register_s, load_s, load, _loads(client) - before)
 
 
 def _loads(client: Client) -> int:
@@ -140,8 +145,8 @@ def _figures(stages: dict[int, Stage]) -> dict[str, Any]:
             **stage.load.as_dict(),
             "of_fewest": stage.load.tokens_per_s / fewest,
             "loads": stage.loads,
-            "register_s": stage.brought.register_s,
-            "load_s": stage.brought.load_s,
+            "register_s": stage.register_s,
+            "load_s": stage.load_s,
         }
         for number, stage in stages.items()
     }
@@ -157,8 +162,8 @@ def _show(args: argparse.Namespace, stages: dict[int, Stage]) -> None:
                 str(number),
                 f"{100 * stage.load.tokens_per_s / fewest:.1f} %",
                 str(stage.loads),
-                f"{stage.brought.register_s:.1f}",
-                f"{stage.brought.load_s:.1f}",
+                f"{stage.register_s:.1f}",
+                f"{stage.load_s:.1f}",
             ]
             for number, stage in stages.items()
         ],

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from deltaplane_controlplane.ports import AdapterManifest, HostAdapter
+from deltaplane_controlplane.ports import NO_LINKS, AdapterManifest, HostAdapter, Links
 from deltaplane_server.app import run
 from deltaplane_server.backend import Backend, ModelFacts
 from deltaplane_server.config import EngineConfig, ServerConfig
@@ -94,10 +94,10 @@ class NoAdapters:
     num_slots = num_pages = 0
     page_bytes = 1
 
-    def inspect(self, source: Path) -> AdapterManifest:
+    def inspect(self, source: Path, links: Links = NO_LINKS) -> AdapterManifest:
         raise NotImplementedError
 
-    def pack(self, manifest: AdapterManifest) -> HostAdapter:
+    def pack(self, manifest: AdapterManifest, links: Links = NO_LINKS) -> HostAdapter:
         raise NotImplementedError
 
     def copy_in(self, slot: int, pages: object, adapter: HostAdapter) -> None:

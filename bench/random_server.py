@@ -10,10 +10,9 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from bench.server_process import ServerProcess, server_process
@@ -64,34 +63,40 @@ def serve(
     return server_process(checkpoint.model, "--adapter-roots", str(checkpoint.model / "adapters"), *flags)
 
 
-@dataclass(frozen=True)
-class Brought:
-    """Seconds that it took to register adapters, and then to load them."""
-
-    register_s: float
-    load_s: float
+def bring_adapters(server: ServerProcess, adapters: Mapping[str, Path]) -> None:
+    """Registers adapters through the control plane, and loads them onto the device."""
+    register_adapters(server, adapters)
+    load_adapters(server, adapters)
 
 
-def bring_adapters(server: ServerProcess, adapters: Mapping[str, Path], room: int | None = None) -> Brought:
-    """Registers adapters through the control plane, many at once, then loads them onto the device; the first
-    `room` of them, where it has not room for all."""
-    return asyncio.run(_bring(server.admin_address, adapters, room))
+def register_adapters(server: ServerProcess, adapters: Mapping[str, Path]) -> float:
+    """Registers adapters, many at once. Answers the seconds that it took."""
+
+    async def register(client: AsyncAdapterClient, name: str) -> None:
+        await client.register(name, str(adapters[name]))
+
+    return asyncio.run(_for_each(server, adapters, register))
 
 
-async def _bring(address: str, adapters: Mapping[str, Path], room: int | None) -> Brought:
+def load_adapters(server: ServerProcess, names: Iterable[str]) -> float:
+    """Loads adapters onto the device, many at once. Answers the seconds that it took."""
+
+    async def load(client: AsyncAdapterClient, name: str) -> None:
+        await client.load(name)
+
+    return asyncio.run(_for_each(server, names, load))
+
+
+async def _for_each(
+    server: ServerProcess, names: Iterable[str], call: Callable[[AsyncAdapterClient, str], Awaitable[None]]
+) -> float:
     turns = asyncio.Semaphore(_CALLS_AT_ONCE)
-    async with AsyncAdapterClient(address) as client:
+    async with AsyncAdapterClient(server.admin_address) as client:
 
-        async def register(name: str, path: Path) -> None:
+        async def take_turn(name: str) -> None:
             async with turns:
-                await client.register(name, str(path))
-
-        async def load(name: str) -> None:
-            async with turns:
-                await client.load(name)
+                await call(client, name)
 
         begin = time.perf_counter()
-        await asyncio.gather(*(register(name, path) for name, path in adapters.items()))
-        registered = time.perf_counter()
-        await asyncio.gather(*(load(name) for name in islice(adapters, room)))
-        return Brought(registered - begin, time.perf_counter() - registered)
+        await asyncio.gather(*map(take_turn, names))
+        return time.perf_counter() - begin

@@ -8,6 +8,8 @@ import torch
 
 from bench import decode, report
 from bench.gpu_busy import busy_of
+from bench.gpu_kernels import OTHER, KernelTime, group_of, kernels_per_step, short_name, table_rows
+from bench.gpu_trace import Span
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows
 
@@ -71,6 +73,81 @@ def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:
 def test_the_share_of_a_busy_gpu_is_that_of_the_time_something_runs() -> None:
     """Two kernels side by side count once; a short gap is a launch, a long one a wait."""
     spans = [(0, 40_000), (10_000, 50_000), (52_000, 60_000), (80_000, 100_000)]
-    busy = busy_of(spans)
+    busy = busy_of([Span(*span, "kernel") for span in spans])
     assert busy.share == pytest.approx(1 - 22_000 / 100_000)
     assert busy.waited == pytest.approx(20_000 / 100_000)
+
+
+NVJET = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
+SPLIT_K = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(float*, int)"
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "short"),
+    [
+        (NVJET, "products", NVJET),
+        (SPLIT_K, "products", "splitKreduce_kernel"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop>(Params)", "products", "Kernel2"),
+        ("few_rows_bfloat16", "products", "few_rows_bfloat16"),
+        ("shrink_bfloat16_16", "LoRA shrink", "shrink_bfloat16_16"),
+        ("expand_bfloat16", "LoRA expand", "expand_bfloat16"),
+        ("_shrink", "LoRA shrink", "_shrink"),
+        ("_decode", "attention", "_decode"),
+        ("_rms_norm", "norms", "_rms_norm"),
+        ("_rotate_and_write", "rotary and KV write", "_rotate_and_write"),
+        ("_silu_mul", "activation", "_silu_mul"),
+        ("_of_chunks", "sampling", "_of_chunks"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies", "Memcpy HtoD (Pinned -> Device)"),
+        (
+            "void at::native::(anonymous namespace)::indexSelectSmallIndex<long, unsigned int>(long*)",
+            "copies",
+            "indexSelectSmallIndex",
+        ),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<long> >(int)",
+            OTHER,
+            "vectorized_elementwise_kernel",
+        ),
+    ],
+)
+def test_kernels_have_a_group_and_a_short_name(name: str, group: str, short: str) -> None:
+    assert (group_of(name), short_name(name)) == (group, short)
+
+
+def test_kernels_are_summed_per_step_and_come_by_group() -> None:
+    nanoseconds = {
+        "_rms_norm": [2000] * 8,
+        "_decode": [7_500_000] * 2,
+        "nvjet_a": [4_000_000] * 2,
+        "nvjet_b": [5_000_000, 3_000_000, 8_000_000],
+    }
+    spans = [Span(1000, 1000 + ns, name) for name, times in nanoseconds.items() for ns in times]
+    assert kernels_per_step(spans, 2) == [
+        KernelTime("products", "nvjet_b", 8.0, 1.5),
+        KernelTime("products", "nvjet_a", 4.0, 1.0),
+        KernelTime("attention", "_decode", 7.5, 1.0),
+        KernelTime("norms", "_rms_norm", 0.008, 4.0),
+    ]
+
+
+def test_a_table_of_kernels_sums_groups_and_all() -> None:
+    kernels = [
+        KernelTime("products", "nvjet_b", 4.0, 2.0),
+        KernelTime("products", "nvjet_a", 3.0, 1.0),
+        KernelTime("norms", "_rms_norm", 0.5, 5.0),
+    ]
+    assert table_rows(kernels, 10.0) == [
+        ["products", "7.000", "3.0", "2333.3"],
+        ["  nvjet_b", "4.000", "2.0", "2000.0"],
+        ["  nvjet_a", "3.000", "1.0", "3000.0"],
+        ["norms", "0.500", "5.0", "100.0"],
+        ["  _rms_norm", "0.500", "5.0", "100.0"],
+        ["kernels in all", "7.500", "8.0", "937.5"],
+        ["of the step", "75.0 %", "", ""],
+    ]
+
+
+def test_the_gpu_is_not_watched_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    results = decode.main(["--tiny", "--device", "cpu", "--rows", "2,0", "--busy", "--kernels"])
+    assert all(figures.busy is None and figures.kernels is None for figures in results.values())

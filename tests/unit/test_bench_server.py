@@ -40,12 +40,17 @@ def test_the_rate_through_grpc_is_compared_with_the_engines(arguments: list[str]
         assert written[key]["ratio"] == row.ratio
 
 
-def test_more_and_more_adapters(arguments: list[str], tmp_path: Path) -> None:
+def test_more_and_more_adapters(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stages = many_adapters.main([*arguments, "--max-loras", "4", "--clients", "1", "--uniform"])
     assert list(stages) == [2, 6]
     assert stages[2].loads == 0
     assert stages[6].loads > 0, "six do not fit into four slots"
     assert all(stage.load.requests > 0 and not stage.load.errors for stage in stages.values())
+    told = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:6]]
+    rates = {number: f"{stage.load.tokens_per_s:.0f}" for number, stage in stages.items()}
+    assert told == [[f"{n}:", what] for n in (2, 6) for what in ("registered", "loaded", rates[n])]
     written = json.loads((tmp_path / "many-adapters-tiny.json").read_text())
     assert written["results"]["2"]["of_fewest"] == 1
     assert written["workload"]["choice"] == "uniform"

@@ -1,0 +1,86 @@
+"""Where the time of a step goes on the GPU, kernel by kernel.
+
+The sums are of the time that each kernel took. Kernels of several streams run side by side, such as LoRA's
+shrink beside the base's product, and some start while the one before them ends, so that all sums together may
+exceed what a step takes. Watched kernels come with gaps between them, so that a GPU at the limit of its power
+may keep a higher clock than in a run that nobody watches.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from bench.gpu_trace import Span
+
+OTHER = "other"
+_GROUPS = {
+    "products": re.compile(r"nvjet|gemm|gemv|splitk|cublas|cutlass|^few_rows", re.IGNORECASE),
+    "LoRA shrink": re.compile(r"^_?shrink"),
+    "LoRA expand": re.compile(r"^_?expand"),
+    "attention": re.compile(r"^_(decode|combine|prefill)$"),
+    "norms": re.compile(r"^_rms_norm$"),
+    "rotary and KV write": re.compile(r"^_(rotary_factors|rotate_and_write)$"),
+    "activation": re.compile(r"^_silu_mul$"),
+    "sampling": re.compile(r"^_(of_chunks|of_rows|measure|draw|sample|choose)$"),
+    "copies": re.compile(r"memcpy|memset|copy|gather|indexselect", re.IGNORECASE),
+}
+"""Kernels and copies by what is found in their names; the first that fits counts."""
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Of a step. ms: of all calls together. calls: how many there are, on average."""
+
+    group: str
+    name: str
+    ms: float
+    calls: float
+
+    @property
+    def us_per_call(self) -> float:
+        return 1e3 * self.ms / self.calls
+
+
+def kernels_per_step(spans: Iterable[Span], num_steps: int) -> list[KernelTime]:
+    """Of so many steps. The group that takes longest comes first, and in it the kernel that does."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for span in spans:
+        key = group_of(span.name), short_name(span.name)
+        ns, calls = totals.get(key, (0, 0))
+        totals[key] = ns + span.stop - span.start, calls + 1
+    kernels = [
+        KernelTime(*key, ns / 1e6 / num_steps, calls / num_steps) for key, (ns, calls) in totals.items()
+    ]
+    by_group = {group: sum(k.ms for k in kernels if k.group == group) for group in (*_GROUPS, OTHER)}
+    return sorted(kernels, key=lambda kernel: (-by_group[kernel.group], kernel.group, -kernel.ms))
+
+
+def group_of(name: str) -> str:
+    """name: as the driver knows it."""
+    return next((group for group, pattern in _GROUPS.items() if pattern.search(name)), OTHER)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what it returns, its namespaces, and the types it was made for and takes."""
+    plain = re.sub(r"^void |\(anonymous namespace\)::", "", name)
+    return plain if plain.startswith("Mem") else re.split(r"[<(]", plain)[0].rpartition("::")[2]
+
+
+def table_rows(kernels: Sequence[KernelTime], step_ms: float) -> list[list[str]]:
+    """Lines of a table: name, ms of a step, calls in it, us of a call. Groups with their kernels, and all.
+
+    kernels: as `kernels_per_step` answers them. step_ms: what a step takes.
+    """
+    rows = []
+    for group, members in groupby(kernels, key=lambda kernel: kernel.group):
+        of_group = list(members)
+        rows.append(_line(group, of_group))
+        rows += [_line(f"  {kernel.name}", [kernel]) for kernel in of_group]
+    share = sum(kernel.ms for kernel in kernels) / step_ms
+    return [*rows, _line("kernels in all", kernels), ["of the step", f"{100 * share:.1f} %", "", ""]]
+
+
+def _line(name: str, kernels: Sequence[KernelTime]) -> list[str]:
+    total = KernelTime("", name, sum(k.ms for k in kernels), sum(k.calls for k in kernels))
+    return [name, f"{total.ms:.3f}", f"{total.calls:.1f}", f"{total.us_per_call:.1f}" if kernels else ""]
