@@ -43,6 +43,26 @@ def test_nothing_is_known_of_files_that_changed_while_they_were_read(
     assert known.get(states) is None
 
 
+def test_files_are_good_that_were_put_so_and_only_as_long_as_they_are_known() -> None:
+    known = KnownDigests()
+    hashed, good, young = ([CONFIG._replace(inode=inode)] for inode in (1, 2, 3))
+    known.put(hashed, "digest", read_from=62 * SECOND)
+    known.put(good, "digest", read_from=62 * SECOND, are_good=True)
+    known.put(young, "digest", read_from=51 * SECOND, are_good=True)
+    assert [known.are_good(states) for states in (hashed, good, young, [None])] == [False, True, False, False]
+    known.put(good, "digest", read_from=62 * SECOND)
+    assert known.are_good(good)
+    for inode in range(4, 100_003):
+        known.put([CONFIG._replace(inode=inode)], "digest", read_from=62 * SECOND)
+    assert known.get(good) == "digest"
+    known.put([CONFIG._replace(inode=100_003)], "digest", read_from=62 * SECOND)
+    known.put([CONFIG._replace(inode=100_004)], "digest", read_from=62 * SECOND)
+    assert known.are_good(good)  # it was used
+    for inode in range(100_005, 200_005):
+        known.put([CONFIG._replace(inode=inode)], "digest", read_from=62 * SECOND)
+    assert not known.are_good(good)
+
+
 def test_the_100_000_that_were_used_last_are_kept() -> None:
     known = KnownDigests()
 

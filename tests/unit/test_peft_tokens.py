@@ -21,6 +21,8 @@ EXAMPLES = int(os.environ.get("DELTAPLANE_FIDELITY_EXAMPLES", "0"))
 USUAL_EXAMPLES = 60
 NUM_TOKENS = 5
 TOLERANCE = 5e-5
+ROUNDING = 1e-5
+"""Of two logits that are as near to each other either may be the higher one: they differ by rounding."""
 
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -69,11 +71,17 @@ class Bench:
         replies = served.greedy(requests, NUM_TOKENS)
         for request, reply in zip(requests, replies, strict=True):
             logits = oracle.logits(request.adapter, request.prompt, reply.tokens)
-            assert reply.tokens == logits.argmax(-1).tolist()
+            assert is_likeliest(logits, reply.tokens)
             torch.testing.assert_close(reply.logprobs, logits.log_softmax(-1), rtol=0, atol=TOLERANCE)
 
     def features(self, base: str, adapter: Path) -> tuple[str, ...]:
         return self.base(base)[1].manifests[adapter].features
+
+
+def is_likeliest(logits: torch.Tensor, tokens: list[int]) -> bool:
+    """logits: [n, vocabulary]. Whether each of n tokens has the highest one, but for rounding."""
+    own = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((logits.amax(-1) - own <= ROUNDING).all())
 
 
 @pytest.fixture(scope="module")

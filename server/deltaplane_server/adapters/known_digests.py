@@ -25,11 +25,14 @@ class KnownDigests:
     mapped into its memory before, until the system writes the pages back; and other bytes than were written
     from a disk that fails.
 
-    The 100,000 adapters that were used last are kept, of about 350 bytes each. Any thread may call.
+    What was found good about such files, that all their values can be served, is kept with their digest.
+
+    The 100,000 adapters that were used last are kept, of about 400 bytes each. Any thread may call.
     """
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, str] = OrderedDict()
+        self._good: set[bytes] = set()
         self._lock = threading.Lock()
 
     def get(self, states: Sequence[FileState | None]) -> str | None:
@@ -44,7 +47,14 @@ class KnownDigests:
             self._digests.move_to_end(key)
             return self._digests[key]
 
-    def put(self, states: Sequence[FileState | None], digest: str, read_from: int) -> None:
+    def are_good(self, states: Sequence[FileState | None]) -> bool:
+        """Whether files with these states were put as good ones."""
+        with self._lock:
+            return _key(states) in self._good
+
+    def put(
+        self, states: Sequence[FileState | None], digest: str, read_from: int, *, are_good: bool = False
+    ) -> None:
         """Keeps the digest of files that were read, where none was changed since two seconds before.
 
         states: as in get. read_from: when reading began, in ns since the epoch.
@@ -55,8 +65,11 @@ class KnownDigests:
         with self._lock:
             self._digests[key] = digest
             self._digests.move_to_end(key)
+            if are_good:
+                self._good.add(key)
             if len(self._digests) > _MAX_KNOWN:
-                self._digests.popitem(last=False)
+                oldest, _ = self._digests.popitem(last=False)
+                self._good.discard(oldest)
 
 
 def _key(states: Sequence[FileState | None]) -> bytes | None:

@@ -110,7 +110,6 @@ class PeftLoader:
         self._threads = threads or LoadThreads()
         self._sha256 = sha256
         self._known_digests = KnownDigests()
-        self._checked_files = KnownDigests()
         self._clock = clock
         self._digests = ThreadPoolExecutor(thread_name_prefix="adapter-digest")
         self._contents = lru_cache(_PLANS_KEPT)(self._read_contents)
@@ -134,11 +133,11 @@ class PeftLoader:
                 file.expect_end()
                 self._check_equalities(plan, partial(_read_again, file, plan.header_bytes))
                 states.append(file.state_if_unchanged())
-        self._known_digests.put(states, digest.hexdigest(), read_from)
-        self._checked_files.put(states, digest.hexdigest(), read_from)
+        hexdigest = digest.hexdigest()
+        self._known_digests.put(states, hexdigest, read_from, are_good=True)
         return AdapterManifest(
             source=str(source),
-            digest=digest.hexdigest(),
+            digest=hexdigest,
             rank=plan.rank,
             alpha=plan.config.alpha,
             rslora=plan.config.rslora,
@@ -171,7 +170,7 @@ class PeftLoader:
                     raise
             if digest.result() != manifest.digest:
                 raise _changed(manifest)
-            self._checked_files.put(files.states, manifest.digest, files.read_from)
+            self._known_digests.put(files.states, manifest.digest, files.read_from, are_good=True)
         return PackedAdapter(
             pages=pages,
             rows=rows_of(plan.slices, self._page_layout),
@@ -188,7 +187,7 @@ class PeftLoader:
         affines = self._affines(plan, body)
         pages = self._new_pages(plan.num_pages)
         ranked = pages[: plan.num_rank_pages]
-        are_finite = plan.is_plain and self._checked_files.get(files.states) is not None
+        are_finite = plan.is_plain and self._known_digests.are_good(files.states)
         pack_pages(
             plan.slices, affines, body, self._page_layout, ranked, self._threads, are_finite=are_finite
         )
