@@ -85,6 +85,12 @@ class EventLog:
         for subscription in subscriptions:
             subscription.wake()
 
+    @property
+    def num_readers(self) -> int:
+        """Those that there are now."""
+        with self._lock:
+            return len(self._subscriptions)
+
     def subscribe(self, wake: Callable[[], None], resume_token: str = "") -> "Subscription":
         """A reader that starts behind the event of `resume_token`, or with what comes next.
 

@@ -145,6 +145,7 @@ class AdapterManager:
             registry,
             residency,
             operation_on=self.operations.running_on,
+            num_watches=lambda: self._events.num_readers,
             page_bytes=pool.page_bytes,
             max_lora_rank=config.max_lora_rank,
         )

@@ -36,6 +36,7 @@ class Reports:
     never held for long; each adapter in it is shown as it was at some moment of the call.
 
     operation_on: answers the newest operation under way on the adapter of a name, or an empty text.
+    num_watches: answers how many are open.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Reports:
         residency: Residency,
         *,
         operation_on: Callable[[str], str],
+        num_watches: Callable[[], int],
         page_bytes: int,
         max_lora_rank: int,
     ) -> None:
         self._operation_on = operation_on
+        self._num_watches = num_watches
         self._monitor = monitor
         self._registry = registry
         self._residency = residency
@@ -138,6 +141,7 @@ class Reports:
                 misses=residency.misses,
                 running=tuple(sorted(residency.running)),
                 waiting=tuple(sorted(residency.waiting)),
+                watches=self._num_watches(),
             )
 
     def _view(self, adapter: Adapter, lru_position: int | None) -> AdapterView:

@@ -155,6 +155,7 @@ class AdapterStats:
     """Totals since the manager was made, for metrics.
 
     running, waiting: names of adapters that sequences use, and that requests wait for.
+    watches: that are open.
     """
 
     registered: int
@@ -168,6 +169,7 @@ class AdapterStats:
     misses: int
     running: tuple[str, ...]
     waiting: tuple[str, ...]
+    watches: int
 
 
 def adapter_view(

@@ -91,8 +91,10 @@ def test_only_so_many_may_read(view: AdapterView) -> None:
     with pytest.raises(ResourceExhaustedError, match=r"2 watches are open, .* --max-watches") as caught:
         Reader(log)
     assert (caught.value.reason, caught.value.retry_after_s) == ("TOO_MANY_WATCHES", 5.0)
+    assert log.num_readers == 2
     with readers.pop().subscription:
         pass
+    assert log.num_readers == 1
     again = Reader(log)
     with pytest.raises(InvalidArgumentError):
         Reader(EventLog(max_readers=1), "nonsense")
@@ -135,6 +137,7 @@ def test_readers_that_are_gone_are_not_woken(view: AdapterView) -> None:
 
 def test_the_life_of_an_adapter_is_told_in_order(plane: ControlPlane) -> None:
     with plane.manager.subscribe(lambda: None) as subscription:
+        assert plane.manager.stats().watches == 1
         seen: list[AdapterEvent] = []
 
         def has_seen(kind: EventType) -> bool:

@@ -38,6 +38,7 @@ ADAPTERS = AdapterStats(
     misses=6,
     running=("b", "a"),
     waiting=("c",),
+    watches=7,
 )
 CAPACITY = CapacityView(
     device=TierCapacity(1000, 300, 200),
@@ -164,6 +165,7 @@ def test_queues_pages_and_slots_are_read_at_the_scrape(registry: CollectorRegist
     assert value(found, "deltaplane_adapter_load_failures_total") == 1
     assert value(found, "deltaplane_adapter_hits_total") == 11
     assert value(found, "deltaplane_adapter_misses_total") == 6
+    assert value(found, "deltaplane_adapter_watches") == 7
     assert value(found, "deltaplane_adapter_evictions_total") == 2
     assert value(found, "deltaplane_adapter_slots_available") == 1
     assert value(found, "deltaplane_adapter_rank_pages_free") == 5

@@ -53,6 +53,7 @@ class AdapterCollector(Collector):
         yield _counter("adapter_evictions", "Evictions from the device.", stats.evictions)
         yield _counter("adapter_hits", "Requests that found their adapter on the device.", stats.hits)
         yield _counter("adapter_misses", "Requests that did not.", stats.misses)
+        yield _gauge("adapter_watches", "Watches of the control plane that are open.", stats.watches)
         yield _gauge("adapter_slots_total", "Slots in all.", capacity.slots)
         yield _gauge("adapter_slots_free", "Slots that hold nothing.", capacity.free_slots)
         yield _gauge("adapter_slots_available", "Slots free or evictable.", capacity.available_slots)
