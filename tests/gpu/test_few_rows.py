@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.few_rows_cuda import ROWS, FewRowLinear, few_row_linear
+from deltaplane_kernels.cuda_module import max_shared_bytes
+from deltaplane_kernels.few_rows_cuda import ROWS, SHARED_BYTES, FewRowLinear, few_row_linear
 from deltaplane_kernels.linear import Linear
 from gpu_lora_pools import TOLERANCES, random_rows, same_bits
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (9, 0) or max_shared_bytes(torch.device("cuda")) < SHARED_BYTES,
+    reason="the kernel needs compute capability 9 and 182 KB of shared memory",
+)
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(32, 64), (64, 192), (4160, 576), (96, 4160), (8192, 512)]
