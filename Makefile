@@ -18,6 +18,10 @@ SOURCES := clients/python/deltaplane controlplane/deltaplane_controlplane kernel
 INSTALLED := $(VENV)/.installed
 # A GPU machine brings a Python with its own torch, which the GPU targets use as it is, from this checkout.
 GPU_PYTHON ?= python3
+SANITIZER ?= compute-sanitizer
+# The kernels of csrc/, and the tests that launch them. cuBLAS's and torch's own are left out.
+CUDA_KERNELS := regex=^(shrink|expand|few_rows|decode)_
+CUDA_TESTS ?= $(addprefix tests/gpu/test_,lora.py fused_norms.py few_rows.py attention.py)
 GPU_ENV = PYTHONPATH=$(CURDIR)/clients/python:$(CURDIR)/controlplane:$(CURDIR)/kernels:$(CURDIR)/server:$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}
 # Debian's Go libraries are a GOPATH, without modules; a link puts this tree on one too.
 GOPATH_LINK := build/gopath/src/github.com/deltaplane/deltaplane
@@ -28,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export SKIP_LANGUAGES
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test soak check stubs bench gpu-test gpu-bench gpu-ready clean
+.PHONY: help install demo test soak check stubs bench gpu-test gpu-sanitize gpu-bench gpu-ready clean
 .PHONY: check-style check-types check-imports check-protos check-stubs check-typescript check-go
 .PHONY: tools-typescript tools-go examples-typescript examples-go
 
@@ -41,6 +45,7 @@ help:
 	@echo "make stubs     write the client stubs from the protos"
 	@echo "make bench     measure the server on this machine's CPU"
 	@echo "make gpu-test  run the tests that need an NVIDIA GPU, with the Python and the torch that are there"
+	@echo "make gpu-sanitize run the tests of the CUDA kernels under NVIDIA's compute-sanitizer"
 	@echo "make gpu-bench measure kernels, engine and server on the GPU; BENCH_ARGS=--quick for less of each"
 	@echo "make clean     remove all that these targets made"
 
@@ -96,6 +101,15 @@ bench: install
 # Warnings of versions that other machines bring are shown, and no errors.
 gpu-test: gpu-ready
 	$(GPU_ENV) $(GPU_PYTHON) -m pytest tests/gpu -W default $(PYTEST_ARGS)
+
+# memcheck sees the end of a tensor where each has memory of its own, with which nothing can be captured; so the tests
+# of graphs run a second time as they are. Errors of calls are the driver's answers to what libraries look for.
+gpu-sanitize: SANITIZE = $(GPU_ENV) $(SANITIZER) --report-api-errors no --error-exitcode 1 \
+	--kernel-name '$(CUDA_KERNELS)' --tool
+gpu-sanitize: gpu-ready
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck $(GPU_PYTHON) -m pytest -k "not graph" -W default $(CUDA_TESTS)
+	$(SANITIZE) memcheck $(GPU_PYTHON) -m pytest -k graph -W default $(CUDA_TESTS)
+	$(SANITIZE) racecheck $(GPU_PYTHON) -m pytest -W default $(CUDA_TESTS)
 
 gpu-bench: gpu-ready
 	@set -e; for bench in $(GPU_BENCHES); do \

@@ -18,7 +18,7 @@ _GROUPS = {
     "products": re.compile(r"nvjet|gemm|gemv|splitk|cublas|cutlass|^few_rows", re.IGNORECASE),
     "LoRA shrink": re.compile(r"^_?shrink"),
     "LoRA expand": re.compile(r"^_?expand"),
-    "attention": re.compile(r"^_(decode|combine|prefill)$"),
+    "attention": re.compile(r"^(_decode|_prefill|decode_b?float16_.*)$"),
     "norms": re.compile(r"^_rms_norm$"),
     "rotary and KV write": re.compile(r"^_(rotary_factors|rotate_and_write)$"),
     "activation": re.compile(r"^_silu_mul$"),

@@ -21,6 +21,7 @@ from deltaplane_kernels import (
     activation_triton,
     argmax_triton,
     attention_index,
+    lora_norm_cuda,
     norm_triton,
     rotary_triton,
     sampling_triton,
@@ -29,6 +30,7 @@ from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun
 from deltaplane_kernels.attention_index import build_index
 from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.lora_segments import Segments
+from deltaplane_kernels.norm import NormWeight
 from deltaplane_kernels.sampling import Draws
 from deltaplane_kernels.side import SideStep
 from deltaplane_kernels.side_cuda import TableSideStep
@@ -187,6 +189,13 @@ class TableStep:
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         pass
+
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        if len(y) <= lora_norm_cuda.MAX_ROWS:  # in a kernel of LoRA
+            return torch.empty_like(residual)
+        return norm_triton.add_rms_norm(y, residual, weight, eps)
 
 
 class Captured:

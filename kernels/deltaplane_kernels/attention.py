@@ -10,7 +10,7 @@ kv = pages[:, layer] is a layer's view of it.
 "Paged" is vLLM's idea (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023).
 
 All index tensors of a step are made once, by AttentionPlan, and read by every layer. On a GPU that is an
-attention_index.AttentionIndex, and the kernels are those of attention_triton and rotary_triton.
+attention_index.AttentionIndex, and the kernels are those of attention_gpu and rotary_triton.
 """
 
 import math
@@ -184,7 +184,7 @@ def write_kv(kv: Tensor, keys_values: Tensor, plan: AttentionPlan) -> None:
         rotary_triton.write_kv(kv, keys_values, plan.index.slots)
         return
     head_dim = kv.shape[-1]
-    _as_rows(kv, head_dim).index_copy_(0, plan.kv_rows, keys_values.reshape(-1, head_dim))
+    as_rows(kv, head_dim).index_copy_(0, plan.kv_rows, keys_values.reshape(-1, head_dim))
 
 
 def paged_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | None = None) -> Tensor:
@@ -195,18 +195,19 @@ def paged_attention(q: Tensor, kv: Tensor, plan: AttentionPlan, window: int | No
     q: [T, Hq, D], Hq a multiple of Hkv (grouped-query attention); may be a view into packed q, k and v.
     kv: [num_pages, 2, Hkv, page_size, D], a layer of the pages, in the dtype of q, with the step's tokens
         written already. Slots of the runs' pages that are not written yet must be finite: they are read, and
-        count for nothing.
+        count for nothing. What a run attends to beside its own tokens was written by earlier steps: a GPU
+        may read it while the step's own are still being written.
     window: None, or one of the plan's windows.
     Returns [T, Hq * D], contiguous. A row depends on its own sequence's pages alone.
     Errors: ValueError when kv is not a layer of pages as planned, KeyError for a window that is not planned.
     """
     plan.check(kv)
     if plan.index is not None:
-        from deltaplane_kernels import attention_triton
+        from deltaplane_kernels import attention_gpu
 
         if window not in plan.windows:
             raise KeyError(window)
-        return attention_triton.paged_attention(q, kv, plan.index, window)
+        return attention_gpu.paged_attention(q, kv, plan.index, window)
     groups = plan.groups[window]
     if len(groups) == 1:
         return groups[0].attend(q, kv).reshape(plan.num_tokens, -1)
@@ -286,10 +287,10 @@ def _check_pages(runs: Sequence[TokenRun], layout: KVLayout) -> None:
 
 
 def _gather(kv: Tensor, rows: Tensor) -> Tensor:
-    return _as_rows(kv, kv.shape[3] * kv.shape[4]).index_select(0, rows)
+    return as_rows(kv, kv.shape[3] * kv.shape[4]).index_select(0, rows)
 
 
-def _as_rows(kv: Tensor, width: int) -> Tensor:
+def as_rows(kv: Tensor, width: int) -> Tensor:
     """A layer's memory from its first page to its last as [rows, width], what other layers own in between
     included."""
     span = (kv.shape[0] - 1) * kv.stride(0) + math.prod(kv.shape[1:])

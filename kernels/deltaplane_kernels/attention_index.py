@@ -19,7 +19,7 @@ _ALIGNMENT = 4
 """Sections start at multiples of 16 bytes: kernels are compiled for the alignment of their pointers."""
 
 _PROGRAMS_PER_PROCESSOR = 4
-_MIN_SPLITS, MAX_SPLITS = 4, 32
+MIN_SPLITS, MAX_SPLITS = 4, 32
 
 Sections = dict[str, NDArray[np.int32]]
 
@@ -58,7 +58,7 @@ class Splits:
             min_keys = 64
         else:
             min_keys = 128 if num_programs < 2 * processors else 512
-        count = min(max(wanted, _MIN_SPLITS), MAX_SPLITS)
+        count = min(max(wanted, MIN_SPLITS), MAX_SPLITS)
         return cls(count, min_keys, fill_device=num_programs >= processors)
 
 
@@ -96,7 +96,8 @@ class AttentionIndex:
     prefills. In an IndexBuffer there may be room for more than a step has.
 
     All tensors are int32, on the device:
-    counts: [4]: decodes; splits of each decode's keys; the least keys of a split; prefills.
+    counts: [5]: decodes; splits of each decode's keys; the least keys of a split; prefills; how many keys a
+        decode has in the mean.
     slots: [T], in the order of q's rows: page * page_size + place in the page of a token's key and value;
         -1 writes nothing.
     positions: [T], in the order of q's rows.
@@ -138,7 +139,7 @@ def build_index(
 ) -> AttentionIndex:
     """The index of one step."""
     sections = _sections(runs, [], page_size, num_kv_heads, device)
-    num_decodes, _, _, num_prefills = map(int, sections["counts"])
+    num_decodes, _, _, num_prefills, _ = map(int, sections["counts"])
     sections["counters"] = np.zeros(num_decodes * num_kv_heads, dtype=np.int32)
     offsets = _offsets([len(section) for section in sections.values()])
     block = _to_pinned(sections, offsets, device).to(device, non_blocking=True)
@@ -225,7 +226,7 @@ class IndexBuffer:
         """The sizes of sections that hold any step of num_rows rows."""
         sequences = self._max_decodes(num_rows) if self.decodes_alone else self.max_sequences + 1
         return {
-            "counts": 4,
+            "counts": 5,
             "slots": num_rows,
             "positions": num_rows,
             "rows": sequences,
@@ -271,8 +272,10 @@ def _sections(
     num_decodes = len(counts) - len(prefills)
     splits = Splits.of(num_decodes * num_kv_heads, device)
     num_splits = splits.count if num_decodes else 0
+    num_keys = starts[(counts == 1) & (starts >= 0)] + 1
+    mean_keys = int(num_keys.sum()) // max(len(num_keys), 1)
     return {
-        "counts": _int32([num_decodes, num_splits, splits.min_keys, len(prefills)]),
+        "counts": _int32([num_decodes, num_splits, splits.min_keys, len(prefills), mean_keys]),
         "slots": _int32(slots),
         "positions": _int32(np.maximum(positions, 0)),
         "rows": rows[order],

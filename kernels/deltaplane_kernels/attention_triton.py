@@ -6,9 +6,9 @@ tile, so keys and values are read once for all of them. The keys of a decode are
 order. Launches depend on the room of the index alone: how many sequences there are, their lengths and their
 block tables are read on the device, so a CUDA graph serves any. Programs that find nothing to do end at once.
 
-The two numbers of a decode, for a layer of Llama-3-8B and 64 sequences of 384 tokens: 101 MB of keys and
-values, 24 us at the 4.26 TB/s of an H200, and 0.4 GFLOP, nothing beside that. It takes 29 us, of 256 tokens
-21, and 64 sequences of 4096 tokens take 258, where the bytes allow 252.
+The two numbers of a decode are in attention_cuda.py, which computes most of them. Here 64 sequences of 384
+tokens take 29 us in a layer of Llama-3-8B, where the bytes allow 24, and 64 of 4096 tokens 253 to 258, where
+they allow 252.
 """
 
 from dataclasses import dataclass
@@ -25,32 +25,8 @@ from deltaplane_kernels.overlap_triton import launch_options, let_next_start, wa
 _LOG2_E = 1.4426950408889634
 
 
-def paged_attention(
-    q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None = None, out: Tensor | None = None
-) -> Tensor:
-    """As attention.paged_attention. Slots of a page that are not written yet are not read.
-
-    out: [T, Hq * D], contiguous, in the dtype of q; a new tensor where it is None.
-    Errors: RuntimeError when q does not fit index and kv.
-    """
-    num_tokens, num_kv_heads, head_dim = index.slots.shape[0], kv.shape[2], kv.shape[4]
-    if (q.shape[0], q.shape[2]) != (num_tokens, head_dim) or q.shape[1] % num_kv_heads or q.dtype != kv.dtype:
-        raise RuntimeError(
-            f"q {tuple(q.shape)} of {q.dtype} does not fit {num_tokens} tokens and kv {tuple(kv.shape)} of "
-            f"{kv.dtype}"
-        )
-    if q.stride(1) != head_dim or q.stride(2) != 1:
-        q = q.contiguous()
-    if out is None:
-        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-    if index.max_decodes:
-        _launch_decode(out, q, kv, index, window)
-    if index.max_prefills:
-        _launch_prefill(out, q, kv, index, window)
-    return out
-
-
-def _launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+def launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+    """Writes the rows of out [T, Hq * D] that are decodes; the rest as attention_gpu.paged_attention."""
     num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
     group = q.shape[1] // num_kv_heads
     tiles = _decode_tiles(q.dtype, head_dim, group, index.fill_device)
@@ -80,7 +56,8 @@ def _launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, wi
     )
 
 
-def _launch_prefill(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+def launch_prefill(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, window: int | None) -> None:
+    """Writes the rows of out that are chunks of prompts."""
     num_kv_heads, head_dim = kv.shape[2], kv.shape[4]
     group = q.shape[1] // num_kv_heads
     tiles = _prefill_tiles(q.dtype, head_dim, group)

@@ -26,8 +26,12 @@ _TENSOR_TYPES = {
 }
 
 
-def tensor_map(matrix: torch.Tensor, rows: int, columns: int, box: int) -> list[int]:
-    """How kernels are told of a matrix that they copy by pieces of [rows, columns]: 16 numbers.
+TensorMap = ctypes.c_uint64 * 16
+"""A matrix as kernels are told of it, in a structure of ctypes."""
+
+
+def tensor_map(matrix: torch.Tensor, rows: int, columns: int, box: int) -> ctypes.Array[ctypes.c_uint64]:
+    """How kernels are told of a matrix that they copy by pieces of [rows, columns].
 
     matrix: of bfloat16 or float16, its rows of neighbouring elements, starting at multiples of 16 bytes.
     box: columns whose rows follow one another in shared memory, 128 bytes each and with the 128-byte swizzle;
@@ -50,7 +54,7 @@ def tensor_map(matrix: torch.Tensor, rows: int, columns: int, box: int) -> list[
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     _check(status, f"encoding {tuple(matrix.shape)} of {matrix.dtype} in pieces of {rows} x {columns}")
-    return [int(part) for part in encoded.opaque]
+    return TensorMap(*(int(part) for part in encoded.opaque))
 
 
 class CudaModule:
@@ -63,29 +67,40 @@ class CudaModule:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes torch's context the thread's own
             status, self._module = driver.cuModuleLoadData(cubin)
+        self._shared_bytes: dict[str, int] = {}
         _check(status, f"loading {len(cubin)} bytes of machine code on {device}")
 
-    def kernel(self, name: str, block: int, *, shared_bytes: int = 0, overlaps: bool = True) -> "CudaKernel":
+    def kernel(
+        self, name: str, block: int, *, shared_bytes: int = 0, overlaps: bool = True, cluster: int = 1
+    ) -> "CudaKernel":
         """An extern "C" kernel of the module, launched with `block` threads a block.
 
         shared_bytes: of shared memory for a block, beside what the kernel declares.
         overlaps: see CudaKernel; GPUs before compute capability 9 start each kernel after the one ahead.
+        cluster: blocks that run side by side and reach each other's shared memory, 8 at most; more than 1
+            need compute capability 9.
         """
         status, function = driver.cuModuleGetFunction(self._module, name.encode())
         _check(status, f"finding kernel {name}")
-        if shared_bytes:
+        if shared_bytes > self._shared_bytes.get(name, 0):  # it is the function's, for all its kernels
+            self._shared_bytes[name] = shared_bytes
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
             _check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
         status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared_bytes)
         _check(status, f"occupancy of kernel {name} at {block} threads a block")
+        attributes = []
+        if overlaps and self._properties.major >= 9:
+            attributes.append(_programmatic_launch())
+        if cluster > 1:
+            attributes.append(_clusters_of(cluster))
         return CudaKernel(
             name,
             function,
             block,
             shared_bytes,
             resident_blocks=blocks * self._properties.multi_processor_count,
-            overlaps=overlaps and self._properties.major >= 9,
+            attributes=attributes,
         )
 
 
@@ -93,20 +108,26 @@ class CudaKernel:
     """A kernel that takes one structure by value.
 
     resident_blocks: blocks that the GPU holds at once.
-    overlaps: a launch may start before the kernel ahead of it in the stream has ended (programmatic dependent
-        launch). The kernel itself waits for that one (griddepcontrol.wait) before it touches what that one
-        reads or writes.
+    attributes: of each launch. One that overlaps may start before the kernel ahead of it in the stream has
+        ended (programmatic dependent launch). The kernel itself waits for that one (griddepcontrol.wait)
+        before it touches what that one reads or writes.
     """
 
     def __init__(
-        self, name: str, function: Any, block: int, shared_bytes: int, resident_blocks: int, overlaps: bool
+        self,
+        name: str,
+        function: Any,
+        block: int,
+        shared_bytes: int,
+        resident_blocks: int,
+        attributes: list[driver.CUlaunchAttribute],
     ) -> None:
         self.name = name
         self.resident_blocks = resident_blocks
         self._function = function
         self._block = block
         self._shared_bytes = shared_bytes
-        self._attributes = [_programmatic_launch()] if overlaps else []
+        self._attributes = attributes
         self._configs: dict[int, driver.CUlaunchConfig] = {}
 
     def launch(
@@ -138,6 +159,14 @@ def _programmatic_launch() -> driver.CUlaunchAttribute:
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _clusters_of(blocks: int) -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    size = attribute.value.clusterDim
+    size.x, size.y, size.z = blocks, 1, 1
     return attribute
 
 

@@ -18,12 +18,6 @@ _LT_ROWS = range(33, 129)
 On an H200 a decode step of Llama-3-8B in bfloat16 takes 5.07 ms instead of 5.26 with 64 rows, 6.14 instead of
 6.23 with 128, but 4.84 instead of 4.78 with 16; with 1 and with 256 they are equal."""
 
-_FEW_ROWS = 8
-_FEW_ROW_OUTPUTS = 8192
-"""Up to so many rows and outputs a kernel of our own is taken in CUDA graphs (few_rows_cuda.py): with 1 to 8
-rows the qkv, o and down projections of Llama-3-8B take 14.5, 9.8 and 29.2 us instead of 16.2, 12.6 and 31.2.
-With 9 to 16 rows the two are equal, and for more outputs cuBLAS is faster by 2 to 4 %."""
-
 
 class Linear:
     """y[T, N] = x[T, K] @ weight[N, K]^T + bias[N].
@@ -61,12 +55,9 @@ class Linear:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return cast(Tensor, y) if out is None else out.copy_(y)
         if x.is_cuda:
-            if (
-                self._few_rows is not None
-                and len(x) <= _FEW_ROWS
-                and torch.cuda.is_current_stream_capturing()
-            ):
-                return self._few_rows(x, out)
+            few_rows = self._few_rows
+            if few_rows and len(x) <= few_rows.max_rows and torch.cuda.is_current_stream_capturing():
+                return few_rows(x, out)
             torch.backends.cuda.preferred_blas_library("cublaslt" if len(x) in _LT_ROWS else "cublas")
         if out is None:
             return F.linear(x, self._weight, self.bias)
@@ -89,8 +80,6 @@ class Linear:
 
 def _few_row_linear(weight: Tensor, bias: Tensor | None) -> "FewRowLinear | None":
     """NVIDIA's packages are imported for a weight on a GPU alone."""
-    if len(weight) > _FEW_ROW_OUTPUTS:
-        return None
     from deltaplane_kernels.few_rows_cuda import few_row_linear
 
     return few_row_linear(weight, bias)

@@ -44,6 +44,7 @@ from deltaplane_kernels.lora_segments import (
     runs_by_slots,
 )
 from deltaplane_kernels.lora_torch import AdapterDeltas, adapter_deltas, blend_deltas
+from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_kernels.rank_pages import (
     RANK_PAGE_ROWS,
     AdapterRows,
@@ -80,6 +81,12 @@ class StepDeltas(Protocol):
         """See LoraStep.add_delta."""
         ...
 
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        """See LoraStep.add_delta_rms_norm."""
+        ...
+
 
 class LoraStep:
     """The adapters of one step's rows. Made by RankPagePool.step, good for that step alone.
@@ -110,9 +117,25 @@ class LoraStep:
         Errors: ValueError where x or y has another number of rows; on a GPU also for another dtype than the
         pool's, and for rows that do not start at multiples of 16 bytes.
         """
+        self._check_rows(x, y)
+        self._deltas.add_delta(layer, linear, x, y)
+
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        """add_delta of a linear of one slice, and norm.add_rms_norm of the y that it gives and residual.
+
+        Returns [T, out]. A GPU makes both calls in one kernel where a step has few rows: a row's delta is
+        then summed as that of the only row of its adapter, and its squares in an order of their own. What y
+        is afterwards is left open, and in a graph what the rows beyond the step's are in what is returned.
+        Errors: as add_delta and norm.add_rms_norm.
+        """
+        self._check_rows(x, y)
+        return self._deltas.add_delta_rms_norm(layer, linear, x, y, residual, weight, eps)
+
+    def _check_rows(self, x: Tensor, y: Tensor) -> None:
         if not x.shape[0] == y.shape[0] == self.num_tokens:
             raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows and y of {len(y)}")
-        self._deltas.add_delta(layer, linear, x, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +159,12 @@ class _TorchDeltas:
                 gathered = y.index_select(0, rows)
                 delta.add_to(gathered, x.index_select(0, rows))
                 y.index_copy_(0, rows, gathered)
+
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        self.add_delta(layer, linear, x, y)
+        return add_rms_norm(y, residual, weight, eps)
 
 
 @dataclass(slots=True)
@@ -269,8 +298,9 @@ class RankPagePool:
     def graph_step(self, num_tokens: int) -> LoraStep:
         """A step to capture in a CUDA graph of num_tokens rows: a replay computes what step() staged last.
 
-        That step may have fewer rows than the graph; the graph's other rows are then as of the base. It must
-        have an adapter: where step() answers None it has staged nothing.
+        That step may have fewer rows than the graph; the graph's other rows are then as of the base, where
+        the calls that do more than add_delta do not say otherwise. It must have an adapter: where step()
+        answers None it has staged nothing.
         Errors: ValueError for a pool on a CPU, and for more tokens than max_tokens.
         """
         if self._cuda is None:

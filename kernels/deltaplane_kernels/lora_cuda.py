@@ -9,18 +9,18 @@ The two numbers, for Llama-3-8B (32 layers, all seven linears, rank 16, two-byte
     bytes        84 MB for each distinct adapter of a step (A and B once), and 5.5 MB for each row (y read and
                  written): 5.7 GB, or 1.3 ms at 4.26 TB/s, at 64 rows of 64 adapters; 45 GB, most of it y, at
                  8192 rows of one
-    operations   84 MFLOP of shrink and expand for each row, with expand's part done twice (see lora.cu):
+    operations   84 MFLOP of shrink and expand for each row, with expand's part done twice (see expand.cuh):
                  nothing for decodes, 1 TFLOP at 8192 rows, under 1 % of the base model's 114
 
 So decodes are bound by bytes where adapters differ, or by the instructions that fetch them a few KB at a
 time, and by the launches (256 a step) where they do not: hence one graph for any mix, weights read once for
 all rows of a tile, blocks that walk from item to neighbouring item, and an expand that starts, and loads B,
-while the shrink before it runs (programmatic dependent launch). Punica (Chen et al., 2023) and its successors
-split shrink over the input columns too.
+while the shrink before it runs (programmatic dependent launch). In decodes the expands of o_proj and
+down_proj go on to the residual stream and its norm (lora_norm_cuda.py), which is a launch less and less to
+write. Punica (Chen et al., 2023) and its successors split shrink over the input columns too.
 """
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,12 @@ from torch import Tensor
 
 from deltaplane_kernels.cuda_copies import LoadStream, StepStaging
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
+from deltaplane_kernels.lora_launch import THREADS, Launch, check_layout, column_blocks, widths_of_one_slice
+from deltaplane_kernels.lora_norm_cuda import ExpandAddRmsNorm
 from deltaplane_kernels.lora_segments import Blend, Runs
 from deltaplane_kernels.lora_slots import FACTORS_AT, MAX_RANK, SLICES_AT, SlotTable
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE, table_size, tile_rows, write_table
+from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_kernels.nvrtc import architecture, compile_cubin
 from deltaplane_kernels.rank_pages import (
     ALIGNMENT,
@@ -45,47 +48,18 @@ from deltaplane_kernels.rank_pages import (
 SOURCE = Path(__file__).parent / "csrc" / "lora.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
-# As in lora.cu.
-THREADS = 128
-COLUMN_BLOCK = 256
-MAX_SLICES = 4
-
 SPLIT_COLUMNS = 2048
 """Fewest input columns of a split: shorter ones take expand more time to sum than they save shrink."""
 
 SPLIT_ALIGNMENT = 128
 """A split is a multiple of the columns that a block reads at a time."""
 
-
-class Launch(ctypes.Structure):
-    """What a launch is given, by value: struct Launch of lora.cu, which explains the fields."""
-
-    _fields_ = [
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("page_stride", ctypes.c_longlong),
-        ("x_pitch", ctypes.c_longlong),
-        ("y_pitch", ctypes.c_longlong),
-        ("a_pitch", ctypes.c_int),
-        ("b_pitch", ctypes.c_int),
-        ("slots_pitch", ctypes.c_int),
-        ("factors_at", ctypes.c_int),
-        ("slices_at", ctypes.c_int),
-        ("num_rows", ctypes.c_int),
-        ("in_features", ctypes.c_int),
-        ("num_slices", ctypes.c_int),
-        ("splits", ctypes.c_int),
-        ("split_width", ctypes.c_int),
-        ("column_blocks", ctypes.c_int),
-        ("y_column", ctypes.c_int * MAX_SLICES),
-        ("b_column", ctypes.c_int * MAX_SLICES),
-        ("width", ctypes.c_int * MAX_SLICES),
-    ]
+PRODUCT_FIRST_ROWS = range(17, 65)
+"""Rows with which the base product of a linear of one slice goes first, and shrink takes the multiprocessors
+that it leaves: cuBLAS's blocks take whole ones, 88 of the 132 of an H200 in the o and down projections of
+Llama-3-8B. There first, shrink would keep most of them waiting. Of several slices it has too much to do for
+those left over; fewer rows share multiprocessors with it (few_rows_cuda.py), and of more the product takes
+all. A step of 64 rows takes 0.1 to 0.2 ms less so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +79,6 @@ def plan_splits(num_rows: int, in_features: int, num_slices: int, num_multiproce
     return Splits(-(-in_features // width), width)
 
 
-def column_blocks(place: PackedLinearPlacement) -> int:
-    """Blocks of columns over all slices; none reaches over two."""
-    return sum(-(-part.out_features // COLUMN_BLOCK) for part in place.linear.slices)
-
-
 def partial_elements(layout: RankPageLayout, max_tokens: int, num_multiprocessors: int) -> int:
     """float32 elements that any shrink over at most max_tokens rows writes, over all its splits."""
     shapes = {(place.linear.in_features, len(place.linear.slices)) for place in layout.placements.values()}
@@ -118,19 +87,6 @@ def partial_elements(layout: RankPageLayout, max_tokens: int, num_multiprocessor
         for rows in range(1, max_tokens + 1)
         for width, slices in shapes
     )
-
-
-def check_layout(layout: RankPageLayout) -> None:
-    """Errors: ValueError where a linear has too many slices, or a width that 16-byte loads do not divide."""
-    for place in layout.placements.values():
-        linear = place.linear
-        if len(linear.slices) > MAX_SLICES:
-            raise ValueError(f"{linear.name} has {len(linear.slices)} slices; at most {MAX_SLICES} on a GPU")
-        for width in (linear.in_features, *(part.out_features for part in linear.slices)):
-            if width % ALIGNMENT:
-                raise ValueError(
-                    f"{linear.name} has a width of {width}; adapters on a GPU need multiples of {ALIGNMENT}"
-                )
 
 
 class CudaLora:
@@ -172,7 +128,7 @@ class CudaLora:
         self._staging = StepStaging(
             lambda: _StepMemory(table_size(max_tokens), max_blends, self._slots.device.shape[1]), self._device
         )
-        self._side_stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._shrunk = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._begun: tuple[int, str, int] | None = None
@@ -185,9 +141,13 @@ class CudaLora:
             compile_cubin(SOURCE, architecture(properties.major, properties.minor)), self._device
         )
         dtype = DTYPES[pages.dtype]
-        self._shrink = _shrink_kernels(module, dtype)
+        self._shrink = _shrink_kernels(module, dtype, overlaps=True)
+        self._late_shrink = _shrink_kernels(module, dtype, overlaps=False)
         self._expand = module.kernel(f"expand_{dtype}", THREADS)
         self._expand_joined = module.kernel(f"expand_{dtype}", THREADS, overlaps=False)
+        self._expand_norm: ExpandAddRmsNorm | None = None
+        if pages.dtype.itemsize == 2 and properties.major >= 9:
+            self._expand_norm = ExpandAddRmsNorm(module, dtype, widths_of_one_slice(layout))
 
     def load(self, slot: int, pages: Sequence[int], host_pages: Tensor, rows: AdapterRows) -> None:
         """Copies an adapter and its row of the slot table on a stream of their own; returns when done.
@@ -212,7 +172,7 @@ class CudaLora:
                 slots if isinstance(slots, int) else row_of[slots]: own_runs
                 for slots, own_runs in runs.items()
             }
-            used = write_table(memory.table, runs_by_row, num_tokens)
+            used = write_table(memory.table, runs_by_row, self._slots.base_row, num_tokens)
             self._table[:used].copy_(memory.pinned[:used], non_blocking=True)
 
     def check_rows(self, num_rows: int) -> None:
@@ -232,7 +192,10 @@ class CudaLora:
             return
         self._forked.record(torch.cuda.current_stream(self._device))
         self._side_stream.wait_event(self._forked)
-        self._launch_shrink(layer, linear, x, self._side_stream)
+        num_slices = len(self._layout.placements[linear].linear.slices)
+        product_first = num_slices == 1 and len(x) in PRODUCT_FIRST_ROWS
+        kernels = self._late_shrink if product_first else self._shrink
+        self._launch_shrink(kernels, layer, linear, x, self._side_stream)
         self._shrunk.record(self._side_stream)
         self._begun = (layer, linear, x.data_ptr())
 
@@ -243,23 +206,66 @@ class CudaLora:
         step that was staged last.
         Errors: ValueError for tensors of another shape, dtype, device or alignment; KernelError.
         """
+        stream, joined = self._after_shrink(layer, linear, x)
+        kernel = self._expand_joined if joined else self._expand
+        self._launch_expand(kernel, layer, linear, y, stream)
+
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        """As add_delta and then norm.add_rms_norm. What y is afterwards is left open.
+
+        Steps of few rows (lora_norm_cuda.MAX_ROWS) of two-byte types take two launches on a GPU that has
+        clusters. These leave the rows of a graph that the step does not have as they find them, in residual
+        and in a new tensor.
+        """
+        fused = self._expand_norm
+        if fused is None or not fused.takes(linear, len(y)):
+            self.add_delta(layer, linear, x, y)
+            return add_rms_norm(y, residual, weight, eps)
+        for name, operand in (("y", y), ("residual", residual)):
+            self._check_operand(name, operand, self._layout.placements[linear].linear.out_features)
+        if not residual.is_contiguous():
+            raise RuntimeError(f"residual must be contiguous; its strides are {residual.stride()}")
+        stream, joined = self._after_shrink(layer, linear, x)
+        launch = self._launches[layer, linear]
+        launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
+        return fused.launch(
+            launch,
+            residual,
+            weight,
+            eps,
+            joined=joined,
+            stream=stream.cuda_stream,
+            operands=partial(_described, layer, linear, "y", y),
+        )
+
+    def _after_shrink(self, layer: int, linear: str, x: Tensor) -> tuple[torch.cuda.Stream, bool]:
+        """The current stream, behind the shrink of x, and whether that one was begun on another stream."""
         stream = torch.cuda.current_stream(self._device)
         begun, self._begun = self._begun, None
         if begun == (layer, linear, x.data_ptr()) and torch.cuda.is_current_stream_capturing():
             stream.wait_event(self._shrunk)
-            self._launch_expand(self._expand_joined, layer, linear, y, stream)
-        else:
-            self._launch_shrink(layer, linear, x, stream)
-            self._launch_expand(self._expand, layer, linear, y, stream)
+            return stream, True
+        self._launch_shrink(self._shrink, layer, linear, x, stream)
+        return stream, False
 
-    def _launch_shrink(self, layer: int, linear: str, x: Tensor, stream: torch.cuda.Stream) -> None:
+    def _launch_shrink(
+        self,
+        kernels: Mapping[int, CudaKernel],
+        layer: int,
+        linear: str,
+        x: Tensor,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """kernels: by the most rows of a tile."""
         place = self._layout.placements[linear]
         self._check_operand("x", x, place.linear.in_features)
         launch = self._launches[layer, linear]
         splits = plan_splits(len(x), place.linear.in_features, launch.num_slices, self._num_multiprocessors)
         launch.x, launch.x_pitch = x.data_ptr(), x.stride(0)
         launch.num_rows, launch.splits, launch.split_width = len(x), splits.count, splits.width
-        kernel = self._shrink[tile_rows(len(x))]
+        kernel = kernels[tile_rows(len(x))]
         items = len(x) * launch.num_slices * splits.count
         operands = partial(_described, layer, linear, "x", x)
         kernel.launch(min(items, kernel.resident_blocks), stream.cuda_stream, launch, operands)
@@ -331,9 +337,9 @@ class _StepMemory:
         self.table = self.pinned.numpy()
 
 
-def _shrink_kernels(module: CudaModule, dtype: str) -> dict[int, CudaKernel]:
+def _shrink_kernels(module: CudaModule, dtype: str, *, overlaps: bool) -> dict[int, CudaKernel]:
     """The shrink of each size of tile."""
     names = {rows: f"shrink_{dtype}_{rows}" for rows in (SHORT_TILE, LONG_TILE)}
     if dtype == "float32":
         names = dict.fromkeys(names, "shrink_float32")
-    return {rows: module.kernel(name, THREADS) for rows, name in names.items()}
+    return {rows: module.kernel(name, THREADS, overlaps=overlaps) for rows, name in names.items()}

@@ -1,6 +1,7 @@
 """What each slot holds, in a table on the GPU that the LoRA kernels read.
 
-A row of 32-bit integers for each slot, and for each of the blends that the last steps had:
+A row of 32-bit integers for each slot, for each of the blends that the last steps had, and for the base
+model, whose matrices have rank 0:
 
     [0 : 33]   pages in the pool, those of a blend's members one after the other
     [33 : 66]  float32, by which x A^T of each of these pages is multiplied; of blends alone
@@ -36,7 +37,8 @@ again it is another blend."""
 class SlotTable:
     """The table, a copy of the slots' rows on the host, and which blends have a row.
 
-    device: int32 [num_slots + max_blends, width].
+    device: int32 [num_slots + max_blends + 1, width].
+    base_row: the base model's.
     bind is called for one slot at a time, from any thread; the others belong to the thread of the steps.
     """
 
@@ -44,13 +46,14 @@ class SlotTable:
         """num_slices: adaptable matrices, over all layers."""
         width = SLICES_AT + num_slices
         with torch.inference_mode(False):
-            self.device = torch.zeros(num_slots + max_blends, width, dtype=torch.int32, device=device)
+            self.device = torch.zeros(num_slots + max_blends + 1, width, dtype=torch.int32, device=device)
             self._pinned = torch.zeros(num_slots, width, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.base_row = num_slots + max_blends
         self._rows = self._pinned.numpy()
         self._num_pages = [0] * num_slots
         self._bindings = [0] * num_slots
         self._blends: OrderedDict[_BoundBlend, int] = OrderedDict()
-        self._free_rows = list(range(num_slots, num_slots + max_blends))
+        self._free_rows = list(range(num_slots, self.base_row))
 
     def bind(self, slot: int, pages: Sequence[int], rows: AdapterRows) -> None:
         """Sends the row of an adapter whose rank pages are the first ones of `pages`, on the current stream.

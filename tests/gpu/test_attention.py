@@ -10,7 +10,13 @@ import random
 import pytest
 import torch
 
-from deltaplane_kernels.attention import AttentionPlan, FixedPlan, TokenRun, paged_attention
+from deltaplane_kernels.attention import (
+    AttentionPlan,
+    FixedPlan,
+    TokenRun,
+    paged_attention,
+    rotary_write_kv,
+)
 from deltaplane_kernels.attention_index import IndexBuffer
 from paged_cases import PagedCase, fixed_plan, make_case, reference
 
@@ -154,6 +160,30 @@ def test_a_graph_of_decodes_serves_other_lengths_than_at_capture(num_rows: int, 
         expected = reference(queries[: len(picked)], case.kv, runs, window)
         torch.testing.assert_close(out[: len(picked)].float(), expected, rtol=0, atol=2e-2)
         assert not out[len(picked) :].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 64, 256])
+def test_decodes_in_a_graph_see_the_token_that_the_kernel_ahead_has_written(num_rows: int) -> None:
+    """Attention starts, and reads older keys, while the step's own are still being written."""
+    case = llama(decodes(num_rows, 100))
+    plan = fixed_plan(num_rows, num_rows, 7, case.layout, None, GPU, decodes_alone=True)
+    plan.fill(case.runs)
+    heads = case.packed.clone()
+    queries = heads[:, : -2 * case.layout.num_heads]
+    cos, sin = (torch.randn(num_rows, 1, 128, device=GPU).to(heads.dtype) for _ in range(2))
+
+    def step() -> torch.Tensor:
+        rotary_write_kv(heads, cos, sin, case.kv, plan)
+        return paged_attention(queries, case.kv, plan)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(20):
+        heads.normal_()
+        graph.replay()
+        check_rows(out, PagedCase(case.layout, case.runs, case.kv, heads), None)
 
 
 @pytest.mark.parametrize("window", [None, 300])

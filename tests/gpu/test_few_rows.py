@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.cuda_module import max_shared_bytes
-from deltaplane_kernels.few_rows_cuda import ROWS, SHARED_BYTES, FewRowLinear, few_row_linear
+from deltaplane_kernels.few_rows_cuda import MAX_OUTPUTS, SHARED_BYTES, FewRowLinear, few_row_linear, is_able
 from deltaplane_kernels.linear import Linear
 from gpu_lora_pools import TOLERANCES, random_rows, same_bits
 
 pytestmark = pytest.mark.skipif(
-    torch.cuda.get_device_capability() < (9, 0) or max_shared_bytes(torch.device("cuda")) < SHARED_BYTES,
-    reason="the kernel needs compute capability 9 and 182 KB of shared memory",
+    not is_able(torch.device("cuda")),
+    reason="the kernels need compute capability 9 and 210 KB of shared memory",
 )
+
+FEW, ROWS = sorted(SHARED_BYTES)
+"""The most rows of the two kernels."""
 
 DTYPES = [torch.bfloat16, torch.float16]
 SHAPES = [(32, 64), (64, 192), (4160, 576), (96, 4160), (8192, 512)]
@@ -39,7 +41,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, FEW, FEW + 1, ROWS - 1, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_in_a_graph_equal_float64(dtype: torch.dtype, num_rows: int, with_bias: bool) -> None:
     for shape in SHAPES:
@@ -64,14 +66,17 @@ def test_products_in_a_graph_equal_float64(dtype: torch.dtype, num_rows: int, wi
         assert (buffer[:, -8:] == 7).all()
 
 
+@pytest.mark.parametrize("num_rows", [3, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_one_after_the_other_see_what_the_one_before_wrote(dtype: torch.dtype) -> None:
+def test_products_in_a_graph_one_after_the_other_see_what_the_one_before_wrote(
+    dtype: torch.dtype, num_rows: int
+) -> None:
     """Each may start while the one before it ends. y = (W x + b) again and again, in and out of place."""
     weight, bias = random_weight((2048, 2048), dtype, with_bias=True)
     weight = weight * 0.2
     linear = few_row_linear(*on_gpu(weight, bias))
     assert linear is not None
-    host = random_rows(3, 2048, dtype, seed=3)
+    host = random_rows(num_rows, 2048, dtype, seed=3)
     x = host.cuda()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -89,12 +94,13 @@ def test_products_one_after_the_other_see_what_the_one_before_wrote(dtype: torch
     assert all(same_bits(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("num_rows", [FEW, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
+def test_a_row_in_a_graph_does_not_depend_on_those_beside_it(dtype: torch.dtype, num_rows: int) -> None:
     weight, _ = random_weight((64, 576), dtype, with_bias=False)
     linear = few_row_linear(weight.cuda(), None)
     assert linear is not None
-    x = random_rows(ROWS, 576, dtype, seed=4).cuda()
+    x = random_rows(num_rows, 576, dtype, seed=4).cuda()
     x[1::2] = torch.inf
     all_rows, alone = in_a_graph(linear, x), in_a_graph(linear, x[:1])
     assert same_bits(all_rows[:1], alone)
@@ -116,7 +122,7 @@ def test_linears_take_the_kernel_for_few_rows_in_graphs(dtype: torch.dtype) -> N
     weight, bias = on_gpu(*random_weight((96, 4160), dtype, with_bias=True))
     kernel, linear = few_row_linear(weight, bias), Linear(weight, bias)
     assert kernel is not None
-    for num_rows in (1, ROWS):
+    for num_rows in (1, FEW, ROWS):
         x = random_rows(num_rows, 4160, dtype, seed=num_rows).cuda()
         assert same_bits(in_a_graph(linear, x), in_a_graph(kernel, x))
     x = random_rows(ROWS + 1, 4160, dtype, seed=5).cuda()
@@ -128,7 +134,7 @@ def test_other_weights_are_left_to_others() -> None:
     def on_device(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(outputs, inputs, dtype=dtype, device="cuda")
 
-    for dtype, (outputs, inputs) in product(DTYPES, ((40, 64), (64, 72))):
+    for dtype, (outputs, inputs) in product(DTYPES, ((40, 64), (64, 72), (MAX_OUTPUTS + 32, 64))):
         assert few_row_linear(on_device(outputs, inputs, dtype), None) is None
     assert few_row_linear(on_device(64, 64, torch.float32), None) is None
     assert few_row_linear(on_device(64, 128, torch.bfloat16)[:, :64], None) is None

@@ -9,6 +9,7 @@ from torch import Tensor
 from deltaplane_kernels.layout import AdapterLayout
 from deltaplane_kernels.lora import LONG_RUN, RankPagePool
 from deltaplane_kernels.lora_segments import Blend, Segments
+from deltaplane_kernels.norm import add_rms_norm
 from lora_cases import (
     BASE,
     MIXES,
@@ -318,12 +319,29 @@ def test_y_may_be_a_view_of_a_larger_buffer(pool: RankPagePool, adapters: list[A
     assert not buffer.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_the_residual_stream_is_that_of_its_deltas(dtype: torch.dtype) -> None:
+    adapters = mixed_adapters(dtype)
+    step = filled_pool(adapters, dtype=dtype).step(make_mix("uniform", 33, len(adapters), seed=1))
+    assert step is not None
+    x, y = (tensor.to(dtype) for tensor in random_io(33)["down_proj"])
+    weight, residual = y[0].clone(), y.flip(0)
+    expected, expected_residual = y.clone(), residual.clone()
+    step.add_delta(1, "down_proj", x, expected)
+    assert not same_bits(expected, y)
+    normed = add_rms_norm(expected, expected_residual, weight, 1e-5)
+    assert same_bits(step.add_delta_rms_norm(1, "down_proj", x, y, residual, weight, 1e-5), normed)
+    assert same_bits(residual, expected_residual)
+
+
 def test_rows_that_do_not_fit_the_step_are_refused(pool: RankPagePool) -> None:
     step = pool.step([(0, 2)])
     assert step is not None
     x, y = random_io(3)["o_proj"]
     with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows and y of 2"):
         step.add_delta(0, "o_proj", x, y[:2])
+    with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows and y of 2"):
+        step.add_delta_rms_norm(0, "o_proj", x, y[:2], y[:2], y[0], 1e-5)
     with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows"):
         step.begin_delta(0, "o_proj", x)
 

@@ -6,36 +6,55 @@ import numpy as np
 import pytest
 
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
-from deltaplane_kernels.lora_cuda import (
+from deltaplane_kernels.lora_cuda import SPLIT_ALIGNMENT, partial_elements, plan_splits
+from deltaplane_kernels.lora_launch import (
     COLUMN_BLOCK,
-    SPLIT_ALIGNMENT,
     check_layout,
     column_blocks,
-    partial_elements,
-    plan_splits,
+    widths_of_one_slice,
+)
+from deltaplane_kernels.lora_norm_cuda import (
+    MAX_CLUSTER,
+    MAX_ROWS,
+    MAX_THREADS,
+    MAX_WIDTH,
+    VECTOR,
+    plan_cluster,
 )
 from deltaplane_kernels.lora_slots import MAX_RANK
-from deltaplane_kernels.lora_tiles import HEADER, TILE_FIELDS, table_size, tile_rows, write_table
+from deltaplane_kernels.lora_tiles import (
+    HEADER,
+    ROW_FIELDS,
+    TILE_FIELDS,
+    table_size,
+    tile_rows,
+    tiles_at,
+    write_table,
+)
 from deltaplane_kernels.rank_pages import RankPageLayout
 
+SLICES = (LinearSlice("slice_0", 16), LinearSlice("slice_1", 24))
 UNWRITTEN = -77
+BASE_ROW = 99
 
 
 def table_of(runs_by_slot: dict[int, list[tuple[int, int]]], num_tokens: int) -> list[int]:
     table = np.full(table_size(num_tokens), UNWRITTEN, dtype=np.int32)
-    used = write_table(table, runs_by_slot, num_tokens)
+    used = write_table(table, runs_by_slot, BASE_ROW, num_tokens)
     assert (table[used:] == UNWRITTEN).all()
     return [int(value) for value in table[:used]]
 
 
 def rows_by_slot(table: list[int], most: int) -> dict[int, list[int]]:
-    """Reads a table as the kernels do."""
-    num_tiles, rows_at = table[:2]
-    assert rows_at == HEADER + TILE_FIELDS * num_tiles
+    """Reads a table as shrink and expand do."""
+    num_tiles, rows_at, num_rows, _ = table[:HEADER]
+    begin = tiles_at(num_rows)
+    assert begin % TILE_FIELDS == 0
+    assert rows_at == begin + TILE_FIELDS * num_tiles
     rows: dict[int, list[int]] = {}
     expected = 0
     for index in range(num_tiles):
-        slot, first, count, _ = table[HEADER + TILE_FIELDS * index :][:TILE_FIELDS]
+        slot, first, count, _ = table[begin + TILE_FIELDS * index :][:TILE_FIELDS]
         assert first == expected
         assert 1 <= count <= most
         rows.setdefault(slot, []).extend(table[rows_at + first : rows_at + first + count])
@@ -44,9 +63,28 @@ def rows_by_slot(table: list[int], most: int) -> dict[int, list[int]]:
     return rows
 
 
-def test_a_table_of_two_slots() -> None:
+def rows_by_number(table: list[int]) -> dict[int, list[int]]:
+    """The same and the rows of the base, from the entries of the rows."""
+    _, rows_at, num_rows, _ = table[:HEADER]
+    rows: dict[int, list[int]] = {}
+    for number in range(num_rows):
+        slot, place = table[HEADER + ROW_FIELDS * number :][:ROW_FIELDS]
+        assert slot == BASE_ROW or table[rows_at + place] == number
+        rows.setdefault(slot, []).append(number)
+    return rows
+
+
+def test_a_table_of_two_slots_and_the_base() -> None:
     assert table_of({3: [(0, 1), (4, 6)], 1: [(2, 3)]}, 7) == [
-        *(2, 4 + 8, 0, 0),
+        *(2, 20 + 8, 7, 0),
+        *(3, 0),
+        *(BASE_ROW, 0),
+        *(1, 3),
+        *(BASE_ROW, 0),
+        *(3, 1),
+        *(3, 2),
+        *(BASE_ROW, 0),
+        *(0, 0),
         *(3, 0, 3, 0),
         *(1, 3, 1, 0),
         *(0, 4, 5),
@@ -54,10 +92,14 @@ def test_a_table_of_two_slots() -> None:
     ]
 
 
+def test_a_table_without_base_rows() -> None:
+    assert table_of({3: [(0, 2)]}, 2) == [*(1, 8 + 4, 2, 0), *(3, 0, 3, 1), *(3, 0, 2, 0), *(0, 1)]
+
+
 def test_a_long_run_takes_several_tiles() -> None:
-    assert table_of({0: [(0, 35)]}, 35)[HEADER : HEADER + 12] == [0, 0, 16, 0, 0, 16, 16, 0, 0, 32, 3, 0]
-    assert table_of({0: [(10, 310)]}, 1310)[HEADER:][:20:4] == [0] * 5
-    assert table_of({0: [(10, 310)]}, 1310)[HEADER + 2 :][:20:4] == [64, 64, 64, 64, 44]
+    assert table_of({0: [(0, 35)]}, 35)[tiles_at(35) :][:12] == [0, 0, 16, 0, 0, 16, 16, 0, 0, 32, 3, 0]
+    assert table_of({0: [(10, 310)]}, 1310)[tiles_at(1310) :][:20:4] == [0] * 5
+    assert table_of({0: [(10, 310)]}, 1310)[tiles_at(1310) + 2 :][:20:4] == [64, 64, 64, 64, 44]
 
 
 def test_a_step_of_one_row_each_fills_the_table_it_was_promised() -> None:
@@ -75,8 +117,12 @@ def test_tables_hold_each_row_once_in_tiles_of_its_slot(seed: int) -> None:
         stop = start + rng.choice((1, 1, 1, 5, 17, 70))
         runs.setdefault(rng.randrange(6), []).append((start, stop))
         start = stop
+    num_tokens = start + rng.randrange(3)
     expected = {slot: [row for run in own for row in range(*run)] for slot, own in runs.items()}
-    assert rows_by_slot(table_of(runs, start), tile_rows(start)) == expected
+    table = table_of(runs, num_tokens)
+    assert rows_by_slot(table, tile_rows(num_tokens)) == expected
+    base = sorted(set(range(num_tokens)).difference(*expected.values()))
+    assert rows_by_number(table) == expected | ({BASE_ROW: base} if base else {})
 
 
 def test_only_long_steps_have_long_tiles() -> None:
@@ -116,6 +162,23 @@ def test_no_block_of_columns_reaches_over_two_slices() -> None:
     linear = PackedLinear("qkv_proj", 64, (LinearSlice("q", COLUMN_BLOCK + 8), LinearSlice("k", 8)))
     layout = RankPageLayout(AdapterLayout(1, (linear,)))
     assert column_blocks(layout.placements["qkv_proj"]) == 3
+
+
+@pytest.mark.parametrize("width", [8, 64, 72, 520, 2056, 4096, 8192, MAX_WIDTH - 8, MAX_WIDTH])
+@pytest.mark.parametrize("num_rows", [1, 32, 33, MAX_ROWS])
+def test_a_cluster_covers_a_row_in_whole_warps(num_rows: int, width: int) -> None:
+    cluster = plan_cluster(num_rows, width)
+    assert 1 < cluster.blocks <= MAX_CLUSTER
+    assert cluster.columns % VECTOR == 0
+    assert cluster.blocks * cluster.columns >= width > cluster.blocks * (cluster.columns - VECTOR)
+    assert cluster.threads % 32 == 0
+    assert cluster.threads <= MAX_THREADS
+    assert cluster.threads - 32 < cluster.columns / VECTOR <= cluster.threads
+
+
+def test_linears_of_one_slice_are_told_from_others() -> None:
+    one, two = (PackedLinear(name, 64, slices) for name, slices in (("o", SLICES[:1]), ("qkv", SLICES)))
+    assert widths_of_one_slice(RankPageLayout(AdapterLayout(1, (two, one)))) == {"o": 16}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,16 @@ def test_the_flags_leave_room_for_ranks_and_a_row_for_all_pages() -> None:
     assert MAX_RANK >= MAX_BLEND_ROWS
 
 
+def test_the_base_model_has_a_row_without_ranks() -> None:
+    table = SlotTable(3, 2, 4, torch.device("cpu"))
+    assert table.base_row == len(table.device) - 1 == 5
+    rows_of(table)
+    for slot, rows in ROWS.items():
+        table.bind(slot, PAGES[slot], rows)
+    rows_of(table, ((0, 0.5),), ((1, 0.5),))
+    assert not table.device[table.base_row].any()
+
+
 def test_a_rank_that_the_kernels_do_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match="an adapter of rank 257; at most rank 256 runs on a GPU"):
         make_table().bind(0, range(33), [[SliceRows(257), NO_ROWS]] * 2)

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from deltaplane_kernels.lora_segments import Segments, Slots
+from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.step_inputs import LoraPool
@@ -387,6 +388,19 @@ class ShiftingPool:
             if slot == 0:
                 y[row : row + count] += 1
             row += count
+
+    def add_delta_rms_norm(
+        self,
+        layer: int,
+        linear: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        residual: torch.Tensor,
+        weight: NormWeight,
+        eps: float,
+    ) -> torch.Tensor:
+        self.add_delta(layer, linear, x, y)
+        return add_rms_norm(y, residual, weight, eps)
 
 
 def test_adapters_are_told_their_rows_and_change_those_alone(llama: Path) -> None:

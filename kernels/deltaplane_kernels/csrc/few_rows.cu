@@ -14,25 +14,17 @@
 //   agree.
 
 #include "elements.cuh"
+#include "bulk_copies.cuh"
 
 constexpr int WARPS = 8;              // that multiply
 constexpr int MULTIPLYING = WARPS * 32;
 constexpr int THREADS = MULTIPLYING + 32;
-constexpr int ROWS = GROUP;           // of x, at most
 constexpr int OUTPUTS = 32;           // of a strip
 constexpr int COLUMNS = 512;          // of a place
 constexpr int STAGES = 4;
-constexpr int BOX = 64;               // columns whose rows lie side by side in shared memory, 128 bytes each
 constexpr int BOXES = COLUMNS / BOX;
 constexpr int RUN = 4 * VECTOR;       // columns that a warp reads of a row at once
 constexpr int RUNS = COLUMNS / (WARPS * RUN);
-
-// A matrix as the driver encodes it: BOX columns of some rows, and so on for COLUMNS columns. In shared memory the 16
-// bytes at place p of row r of BOX columns lie at place p ^ r % 8 (128-byte swizzle); what is beyond the matrix is
-// zeros.
-struct alignas(64) TensorMap {
-    unsigned long long opaque[16];
-};
 
 // Mirrored by few_rows_cuda.FewRowLaunch.
 struct Launch {
@@ -46,53 +38,17 @@ struct Launch {
     int out_features;
 };
 
-using Barrier = unsigned long long;
-
+// ROWS: of x, at most.
+template <int ROWS>
 struct Shared {
+    static constexpr int TURNS = ROWS > GROUP ? 1 : 2;
+
     ushort weight[STAGES][BOXES][OUTPUTS][BOX];
     ushort x[STAGES][BOXES][ROWS][BOX];
-    float sums[2][WARPS][ROWS][OUTPUTS + 4];  // in turn; the pad spreads a warp's stores over all banks
+    float sums[TURNS][WARPS][ROWS][OUTPUTS + 4];  // the pad spreads a warp's stores over all banks
     Barrier full[STAGES];             // a place holds what was asked for
     Barrier empty[STAGES];            // all warps have read it
 };
-
-// ---------------------------------------------------------------------------------------------------------
-// Barriers and copies.
-
-__device__ uint shared_address(const void* pointer) {
-    return static_cast<uint>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ void make_barrier(Barrier* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-
-__device__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ void arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
-}
-
-__device__ void arrive_and_expect(Barrier* barrier, int nbytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(shared_address(barrier)), "r"(nbytes) : "memory");
-}
-
-// For the end of the barrier's phase 0, 1, 0, ...
-__device__ void await(Barrier* barrier, int phase) {
-    asm volatile("{.reg .pred ended;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
-                 "@!ended bra again;}"
-                 :: "r"(shared_address(barrier)), "r"(phase) : "memory");
-}
-
-// A matrix from a column, a multiple of BOX, and a row on; counts towards what the barrier expects.
-__device__ void copy_matrix(void* target, const TensorMap& matrix, int column, int row, Barrier* barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {0, %2, %3}], [%4];"
-                 :: "r"(shared_address(target)), "l"(&matrix), "r"(row), "r"(column / BOX),
-                    "r"(shared_address(barrier)) : "memory");
-}
 
 __device__ void sync_multiplying_warps() { asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING) : "memory"); }
 
@@ -118,17 +74,20 @@ struct Place {
     }
 };
 
-__device__ void copy_weight(const Launch& launch, Shared& shared, const Place& place) {
+template <int ROWS>
+__device__ void copy_weight(const Launch& launch, Shared<ROWS>& shared, const Place& place) {
     arrive_and_expect(&shared.full[place.stage], (OUTPUTS + ROWS) * COLUMNS * 2);
     Barrier* full = &shared.full[place.stage];
     copy_matrix(shared.weight[place.stage], launch.weight, place.column, place.strip * OUTPUTS, full);
 }
 
-__device__ void copy_x(const Launch& launch, Shared& shared, const Place& place) {
+template <int ROWS>
+__device__ void copy_x(const Launch& launch, Shared<ROWS>& shared, const Place& place) {
     copy_matrix(shared.x[place.stage], launch.x, place.column, 0, &shared.full[place.stage]);
 }
 
-__device__ void fill(const Launch& launch, Shared& shared, int strips) {
+template <int ROWS>
+__device__ void fill(const Launch& launch, Shared<ROWS>& shared, int strips) {
     Place place, first;
     int ahead = 0;                    // places filled with what the kernel ahead does not write
     for (; ahead < STAGES && place.strip < strips; ++ahead) {
@@ -149,35 +108,45 @@ __device__ void fill(const Launch& launch, Shared& shared, int strips) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// What one warp multiplies of a strip. A thread holds, of each product, outputs (g, g + 8) x rows of x (2t, 2t + 1).
+// What one warp multiplies of a strip. A thread holds, of each product, outputs (g, g + 8) x rows of x (2t, 2t + 1) of
+// each group.
 
-template <typename Type>
+template <typename Type, int ROWS>
 struct WarpProduct {
-    float sum[OUTPUTS / 16][4];
+    static constexpr int GROUPS = ROWS / GROUP;
+    float sum[GROUPS][OUTPUTS / 16][4];
 
     __device__ void clear() {
 #pragma unroll
-        for (auto& outputs : sum) {
+        for (auto& group : sum) {
 #pragma unroll
-            for (float& element : outputs) element = 0.0f;
+            for (auto& outputs : group) {
+#pragma unroll
+                for (float& element : outputs) element = 0.0f;
+            }
         }
     }
 
     // columns: that are left of W's from the place on; what a place has beyond them is zeros.
-    __device__ void add(const Shared& shared, int stage, int columns) {
+    __device__ void add(const Shared<ROWS>& shared, int stage, int columns) {
         const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int run = 0; run < RUNS; ++run) {
             const int begin = (run * WARPS + warp) * RUN;
             if (begin >= columns) break;
             const int box = begin / BOX, swizzled = (begin % BOX / VECTOR + t ^ g) * VECTOR;
-            const uint4 inputs = read(shared.x[stage][box][g] + swizzled);
+            uint4 inputs[GROUPS];
+#pragma unroll
+            for (int n = 0; n < GROUPS; ++n) inputs[n] = read(shared.x[stage][box][n * GROUP + g] + swizzled);
 #pragma unroll
             for (int m = 0; m < OUTPUTS / 16; ++m) {
                 const uint4 low = read(shared.weight[stage][box][m * 16 + g] + swizzled);
                 const uint4 high = read(shared.weight[stage][box][m * 16 + 8 + g] + swizzled);
-                Type::mma(sum[m], low.x, high.x, low.y, high.y, inputs.x, inputs.y);
-                Type::mma(sum[m], low.z, high.z, low.w, high.w, inputs.z, inputs.w);
+#pragma unroll
+                for (int n = 0; n < GROUPS; ++n) {
+                    Type::mma(sum[n][m], low.x, high.x, low.y, high.y, inputs[n].x, inputs[n].y);
+                    Type::mma(sum[n][m], low.z, high.z, low.w, high.w, inputs[n].z, inputs[n].w);
+                }
             }
         }
     }
@@ -187,15 +156,18 @@ struct WarpProduct {
     __device__ void store(float (&sums)[ROWS][OUTPUTS + 4]) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-        for (int m = 0; m < OUTPUTS / 16; ++m) {
+        for (int n = 0; n < GROUPS; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[2 * t + e % 2][m * 16 + g + e / 2 * 8] = sum[m][e];
+            for (int m = 0; m < OUTPUTS / 16; ++m) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[n * GROUP + 2 * t + e % 2][m * 16 + g + e / 2 * 8] = sum[n][m][e];
+            }
         }
     }
 };
 
 // Two neighbouring outputs of a row each. output: the strip's first one.
-template <typename Type>
+template <typename Type, int ROWS>
 __device__ void write(const Launch& launch, const float (&sums)[WARPS][ROWS][OUTPUTS + 4], int output) {
     const int pair = static_cast<int>(threadIdx.x);
     const int row = pair / (OUTPUTS / 2), own = pair % (OUTPUTS / 2) * 2;
@@ -213,11 +185,12 @@ __device__ void write(const Launch& launch, const float (&sums)[WARPS][ROWS][OUT
     *reinterpret_cast<uint*>(y) = Type::pack(total);
 }
 
-template <typename Type>
-__device__ void multiply(const Launch& launch, Shared& shared, int strips) {
+template <typename Type, int ROWS>
+__device__ void multiply(const Launch& launch, Shared<ROWS>& shared, int strips) {
+    constexpr int TURNS = Shared<ROWS>::TURNS;
     wait_for_previous_kernel();       // which may read what is written here
     Place place;
-    WarpProduct<Type> product;
+    WarpProduct<Type, ROWS> product;
     for (int turn = 0; place.strip < strips; ++turn) {
         const int strip = place.strip;
         product.clear();
@@ -228,17 +201,18 @@ __device__ void multiply(const Launch& launch, Shared& shared, int strips) {
             if (threadIdx.x % 32 == 0) arrive(&shared.empty[place.stage]);
             place.advance(launch);
         }
-        auto& sums = shared.sums[turn % 2];  // those of the turn before may still be read
+        auto& sums = shared.sums[turn % TURNS];
+        if (TURNS == 1) sync_multiplying_warps();  // else those of the turn before may still be read
         product.store(sums[threadIdx.x / 32]);
         sync_multiplying_warps();
-        write<Type>(launch, sums, strip * OUTPUTS);
+        write<Type, ROWS>(launch, sums, strip * OUTPUTS);
     }
 }
 
-template <typename Type>
+template <typename Type, int ROWS>
 __device__ void run(const Launch& launch) {
     extern __shared__ __align__(1024) uint4 memory[];  // as the swizzle counts from there
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    auto& shared = *reinterpret_cast<Shared<ROWS>*>(memory);
     const int strips = launch.out_features / OUTPUTS;
     let_next_kernel_start();
     if (threadIdx.x == 0) {
@@ -256,13 +230,14 @@ __device__ void run(const Launch& launch) {
     }
 }
 
-constexpr int SHARED_BYTES = 182336;
-static_assert(sizeof(Shared) == SHARED_BYTES);
+static_assert(sizeof(Shared<8>) == 182336 && sizeof(Shared<16>) == 215104);
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) few_rows_bfloat16(const __grid_constant__ Launch launch) {
-    run<BFloat16>(launch);
-}
+#define FEW_ROWS(NAME, TYPE, ROWS)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ Launch launch) {        \
+        run<TYPE, ROWS>(launch);                                                                                  \
+    }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) few_rows_float16(const __grid_constant__ Launch launch) {
-    run<Float16>(launch);
-}
+FEW_ROWS(few_rows_bfloat16_8, BFloat16, 8)
+FEW_ROWS(few_rows_bfloat16_16, BFloat16, 16)
+FEW_ROWS(few_rows_float16_8, Float16, 8)
+FEW_ROWS(few_rows_float16_16, Float16, 16)

@@ -67,6 +67,12 @@ class LoraStep(Protocol):
         """y += B(A x) in the rows that have an adapter. x: [T, in], y: [T, out] of that packed linear."""
         ...
 
+    def add_delta_rms_norm(
+        self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
+    ) -> Tensor:
+        """The same to a block's output; returns add_rms_norm of that y, which is left open itself."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderInputs:
@@ -139,9 +145,10 @@ class Decoder:
             inputs.side.embed(inputs.tokens, x)
         residual = torch.zeros_like(x)
         rotary = rotary_factors(inputs.positions, self._inv_freq, self.config.rope.scaling, self.dtype)
+        addend = Addend(x)
         for layer, kv in zip(self._layers, pages.unbind(1), strict=True):
-            x = layer.forward(x, residual, rotary, inputs, kv)
-        return residual.add_(x)
+            addend = layer.forward(addend, residual, rotary, inputs, kv)
+        return addend.add_to(residual)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None, *, side: SideStep | None = None) -> Tensor:
         """hidden: [R, hidden_size], rows of what forward() returned. side: of these rows.
@@ -169,6 +176,38 @@ def decoder_bytes(
     return table * checkpoint.dtype.itemsize + head + sum(map(math.prod, shapes.values())) * dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What `lora` has begun for a packed linear of a layer, with input x, and has not added yet."""
+
+    lora: LoraStep
+    layer: int
+    linear: str
+    x: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """What the residual stream still lacks: y [T, hidden_size], and the delta that y still lacks, if any."""
+
+    y: Tensor
+    delta: Delta | None = None
+
+    def add_to(self, residual: Tensor) -> Tensor:
+        """Changes residual in place and returns it."""
+        if self.delta is not None:
+            self.delta.lora.add_delta(self.delta.layer, self.delta.linear, self.delta.x, self.y)
+        return residual.add_(self.y)
+
+    def add_rms_norm(self, residual: Tensor, weight: NormWeight, eps: float) -> Tensor:
+        """add_to(residual), and its norm. See kernels.norm.add_rms_norm."""
+        if (delta := self.delta) is None:
+            return add_rms_norm(self.y, residual, weight, eps)
+        return delta.lora.add_delta_rms_norm(
+            delta.layer, delta.linear, delta.x, self.y, residual, weight, eps
+        )
+
+
 class Norm:
     """A root-mean-square norm. path: in the model, without "model."."""
 
@@ -181,9 +220,9 @@ class Norm:
         """See kernels.norm.rms_norm. side: of the rows of x."""
         return rms_norm(x, self._weight_of(side), self._eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor, side: SideStep | None) -> Tensor:
-        """See kernels.norm.add_rms_norm."""
-        return add_rms_norm(x, residual, self._weight_of(side), self._eps)
+    def of_sum(self, addend: Addend, residual: Tensor, side: SideStep | None) -> Tensor:
+        """Adds to residual [T, hidden_size] in place, and returns the norm of that."""
+        return addend.add_rms_norm(residual, self._weight_of(side), self._eps)
 
     def _weight_of(self, side: SideStep | None) -> NormWeight:
         return self._weight if side is None else side.norm_weight(self._path, self._weight)
@@ -191,7 +230,7 @@ class Norm:
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm. What a block computes is added to the residual stream together
-    with the next norm, so forward() takes the block before it and returns the block that is still to add.
+    with the next norm, so forward() takes what the block before it has left to add and returns the same.
     """
 
     def __init__(self, config: DecoderConfig, index: int, read: ReadRows) -> None:
@@ -217,18 +256,23 @@ class DecoderLayer:
         return self._linears[name]
 
     def forward(
-        self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], inputs: DecoderInputs, kv: Tensor
-    ) -> Tensor:
-        """x, residual: [T, hidden_size]; kv: [num_pages, 2, Hkv, page_size, D]. Returns [T, hidden_size]."""
-        x = self._input_norm.of_sum(x, residual, inputs.side)
-        x = self._attention(x, rotary, inputs, kv)
-        x = self._post_attention_norm.of_sum(x, residual, inputs.side)
+        self,
+        addend: Addend,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        inputs: DecoderInputs,
+        kv: Tensor,
+    ) -> Addend:
+        """residual: [T, hidden_size]; kv: [num_pages, 2, Hkv, page_size, D]."""
+        x = self._input_norm.of_sum(addend, residual, inputs.side)
+        addend = self._attention(x, rotary, inputs, kv)
+        x = self._post_attention_norm.of_sum(addend, residual, inputs.side)
         x = silu_mul(self._linear("gate_up_proj", x, inputs.lora))
-        return self._linear("down_proj", x, inputs.lora)
+        return self._output("down_proj", x, inputs.lora)
 
     def _attention(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], inputs: DecoderInputs, kv: Tensor
-    ) -> Tensor:
+    ) -> Addend:
         heads = self._linear("qkv_proj", x, inputs.lora).view(x.shape[0], -1, self._head_dim)
         queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads : -self._num_kv_heads]
         if self._qk_norm is not None:
@@ -236,17 +280,26 @@ class DecoderLayer:
             queries.copy_(q_norm(queries, inputs.side))
             keys.copy_(k_norm(keys, inputs.side))
         rotary_write_kv(heads, *rotary, kv, inputs.attention)
-        return self._linear(
+        return self._output(
             "o_proj", paged_attention(queries, kv, inputs.attention, self._window), inputs.lora
         )
 
+    def _output(self, name: str, x: Tensor, lora: LoraStep | None) -> Addend:
+        """Of a block, by its last linear."""
+        y = self._base_linear(name, x, lora)
+        return Addend(y, None if lora is None else Delta(lora, self._index, name, x))
+
     def _linear(self, name: str, x: Tensor, lora: LoraStep | None) -> Tensor:
-        if lora is None:
-            return self._linears[name](x)
-        lora.begin_delta(self._index, name, x)
-        y = self._linears[name](x)
-        lora.add_delta(self._index, name, x, y)
+        y = self._base_linear(name, x, lora)
+        if lora is not None:
+            lora.add_delta(self._index, name, x, y)
         return y
+
+    def _base_linear(self, name: str, x: Tensor, lora: LoraStep | None) -> Tensor:
+        """The base model's product, to which `lora` has its delta to add."""
+        if lora is not None:
+            lora.begin_delta(self._index, name, x)
+        return self._linears[name](x)
 
 
 def _read_linear(linear: PackedLinear, prefix: str, has_bias: bool, read: ReadRows) -> Linear:

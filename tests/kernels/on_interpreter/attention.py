@@ -7,6 +7,7 @@ import torch
 
 from deltaplane_kernels import attention_index
 from deltaplane_kernels.attention import TokenRun
+from deltaplane_kernels.attention_gpu import paged_attention
 from deltaplane_kernels.attention_index import (
     AttentionIndex,
     DecodeWorkspace,
@@ -14,7 +15,6 @@ from deltaplane_kernels.attention_index import (
     Splits,
     build_index,
 )
-from deltaplane_kernels.attention_triton import paged_attention
 from paged_cases import PAGE, PagedCase, make_case, reference
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_a_buffer_has_room_for_the_programs_of_any_number_of_decodes(monkeypatch
     needed = []
     for num_decodes in range(1, 49):
         buffer.fill([TokenRun(0, 1, [0])] * num_decodes, 64)
-        decodes, splits, _, prefills = buffer.index(64).counts.tolist()
+        decodes, splits, _, prefills, _ = buffer.index(64).counts.tolist()
         assert (decodes, prefills) == (num_decodes, 1)
         needed.append(decodes * splits)
     assert max(needed) == most > needed[-1]
@@ -178,7 +178,7 @@ def test_index_of_a_mixed_step() -> None:
     assert index.table_starts.tolist() == [2, 0, 3]
     assert index.first_tokens.tolist() == [0, 4, 6]
     assert index.tables.tolist() == [2, 0, 3, 5]
-    assert index.counts[[0, 3]].tolist() == [1, 2]
+    assert index.counts[[0, 3, 4]].tolist() == [1, 2, 4]
     assert (index.max_prefills, index.max_prefill_tokens) == (2, 6)
 
 
@@ -193,4 +193,11 @@ def test_a_buffer_holds_the_index_of_a_step_and_a_sequence_of_padding() -> None:
     assert index.starts.tolist() == [3, 14, 0, -3]
     assert index.first_tokens[:4].tolist() == [0, 4, 6, 9]
     assert index.tables[:4].tolist() == [2, 0, 3, 5]
-    assert index.counts[[0, 3]].tolist() == [1, 3]
+    assert index.counts[[0, 3, 4]].tolist() == [1, 3, 4]
+
+
+def test_the_mean_of_keys_is_of_decodes_that_are_there() -> None:
+    buffer = buffer_of(16, 8, 70, decodes_alone=True)
+    for lengths, mean in (([], 0), ([1], 1), ([1000], 1000), ([10, 20, 1000], 343)):
+        buffer.fill([TokenRun(length - 1, 1, [*range(70)]) for length in lengths], 16)
+        assert buffer.index(16).counts[[0, 4]].tolist() == [16, mean]

@@ -16,6 +16,7 @@ import torch
 
 from bench.decode import NoText
 from bench.random_model import TINY, RandomWeights
+from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, SilentObserver
 from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution.graphs.decode_graphs import DecodeGraphs
@@ -91,6 +92,19 @@ class ScalingPool:
             if slot != NO_SLOT:
                 y[row : row + count] *= 1.125 + slot / 8
             row += count
+
+    def add_delta_rms_norm(
+        self,
+        layer: int,
+        linear: str,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        residual: torch.Tensor,
+        weight: NormWeight,
+        eps: float,
+    ) -> torch.Tensor:
+        self.add_delta(layer, linear, x, y)
+        return add_rms_norm(y, residual, weight, eps)
 
 
 @pytest.fixture(scope="module")
