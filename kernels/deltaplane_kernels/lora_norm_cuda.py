@@ -10,8 +10,10 @@ from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
 from deltaplane_kernels.lora_launch import Launch, NormLaunch
 from deltaplane_kernels.norm import NormWeight, RowWeights
 
-MAX_ROWS = 256
-"""Most rows of a step that are computed so: each reads B by itself, where a tile of expand reads it once."""
+MAX_ROWS = 96
+"""Most rows of a step that are computed so: each reads B by itself, where a tile of expand reads it once. Of
+Llama-3-8B and rank 16 on an H200, 64 rows of 64 adapters take 6.2 us instead of 8.6, 64 of one 4.9 instead of
+8.0, but 256 rows of 64 adapters 15.8 instead of 12.1."""
 
 FEW_ROWS = 32
 """Rows up to which a cluster has MAX_CLUSTER blocks; more fill a GPU with CLUSTER each."""

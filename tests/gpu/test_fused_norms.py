@@ -25,7 +25,7 @@ from gpu_lora_pools import (
 from lora_cases import BASE, MIXES, Adapter, make_adapter, make_layout, make_mix
 
 DTYPES = [torch.bfloat16, torch.float16]
-BATCH_SIZES = (1, 2, 3, 7, 16, 32, 33, 64, 133, MAX_ROWS)
+BATCH_SIZES = (1, 2, 3, 7, 16, 32, 33, 64, MAX_ROWS)
 RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
 LINEARS = ("o_proj", "down_proj")
 EPS = 1e-5
