@@ -35,6 +35,9 @@ STAGES = 3
 MAX_GROUP = 8
 MAX_WARPS = 8
 
+MAX_HEADS_OF_TOKENS = 2**31
+"""Keys and values of a head and token are numbered in 32 bits."""
+
 SHARED_KEYS = 512
 """Fewest keys of a split where blocks fill the device without splits, and sequences of about the mean length
 are left whole: only one that all others would wait for is shared out."""
@@ -70,13 +73,15 @@ class DecodeLaunch(ctypes.Structure):
 
 def takes(q: Tensor, kv: Tensor) -> bool:
     """Whether launch_decode may be called with q and kv: two-byte types, heads of 64 or 128 columns, at most
-    8 query heads for each KV head, pages of a multiple of 16 tokens, and a GPU that has what it needs."""
+    8 query heads for each KV head, pages of a multiple of 16 tokens, heads of tokens in all layers and pages
+    that 32 bits count, and a GPU that has what it needs."""
     num_kv_heads, page_size, head_dim = kv.shape[2:]
     return (
         q.dtype in DTYPES
         and head_dim in HEAD_DIMS
         and q.shape[1] <= MAX_GROUP * num_kv_heads
         and page_size % KEYS == 0
+        and len(kv) * kv.stride(0) // head_dim < MAX_HEADS_OF_TOKENS
         and q.is_cuda
         and _is_able(q.device)
     )
