@@ -20,8 +20,9 @@ from torch import Tensor
 
 from deltaplane_kernels.attention import as_rows
 from deltaplane_kernels.attention_index import MIN_SPLITS, AttentionIndex
-from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, TensorMap, max_shared_bytes, tensor_map
+from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, max_shared_bytes
 from deltaplane_kernels.nvrtc import architecture, compile_cubin
+from deltaplane_kernels.tensor_map import TensorMap, tensor_map
 
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

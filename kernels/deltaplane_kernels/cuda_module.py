@@ -16,45 +16,8 @@ def max_shared_bytes(device: torch.device) -> int:
     """Shared memory that one block may have. Errors: KernelError."""
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     status, nbytes = driver.cuDeviceGetAttribute(attribute, device.index or 0)
-    _check(status, f"asking for the shared memory of {device}")
+    check(status, f"asking for the shared memory of {device}")
     return int(nbytes)
-
-
-_TENSOR_TYPES = {
-    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-}
-
-
-TensorMap = ctypes.c_uint64 * 16
-"""A matrix as kernels are told of it, in a structure of ctypes."""
-
-
-def tensor_map(matrix: torch.Tensor, rows: int, columns: int, box: int) -> ctypes.Array[ctypes.c_uint64]:
-    """How kernels are told of a matrix that they copy by pieces of [rows, columns].
-
-    matrix: of bfloat16 or float16, its rows of neighbouring elements, starting at multiples of 16 bytes.
-    box: columns whose rows follow one another in shared memory, 128 bytes each and with the 128-byte swizzle;
-        a piece is [columns / box, rows, box] there. It divides the matrix's columns.
-    Errors: KernelError.
-    """
-    num_rows, num_columns = matrix.shape
-    size = matrix.element_size()
-    status, encoded = driver.cuTensorMapEncodeTiled(
-        _TENSOR_TYPES[matrix.dtype],
-        3,
-        matrix.data_ptr(),
-        [driver.cuuint64_t(extent) for extent in (box, num_rows, num_columns // box)],
-        [driver.cuuint64_t(stride) for stride in (matrix.stride(0) * size, box * size)],
-        [driver.cuuint32_t(extent) for extent in (box, rows, columns // box)],
-        [driver.cuuint32_t(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    _check(status, f"encoding {tuple(matrix.shape)} of {matrix.dtype} in pieces of {rows} x {columns}")
-    return TensorMap(*(int(part) for part in encoded.opaque))
 
 
 class CudaModule:
@@ -68,7 +31,7 @@ class CudaModule:
             torch.cuda.current_stream().synchronize()  # makes torch's context the thread's own
             status, self._module = driver.cuModuleLoadData(cubin)
         self._shared_bytes: dict[str, int] = {}
-        _check(status, f"loading {len(cubin)} bytes of machine code on {device}")
+        check(status, f"loading {len(cubin)} bytes of machine code on {device}")
 
     def kernel(
         self, name: str, block: int, *, shared_bytes: int = 0, overlaps: bool = True, cluster: int = 1
@@ -81,14 +44,14 @@ class CudaModule:
             need compute capability 9.
         """
         status, function = driver.cuModuleGetFunction(self._module, name.encode())
-        _check(status, f"finding kernel {name}")
+        check(status, f"finding kernel {name}")
         if shared_bytes > self._shared_bytes.get(name, 0):  # it is the function's, for all its kernels
             self._shared_bytes[name] = shared_bytes
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
-            _check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
+            check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
         status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared_bytes)
-        _check(status, f"occupancy of kernel {name} at {block} threads a block")
+        check(status, f"occupancy of kernel {name} at {block} threads a block")
         attributes = []
         if overlaps and self._properties.major >= 9:
             attributes.append(_programmatic_launch())
@@ -143,7 +106,7 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if status != driver.CUresult.CUDA_SUCCESS:
-            _check(status, f"kernel {self.name} over {operands()}, {grid} blocks of {self._block} threads")
+            check(status, f"kernel {self.name} over {operands()}, {grid} blocks of {self._block} threads")
 
     def _config(self, grid: int) -> driver.CUlaunchConfig:
         config = driver.CUlaunchConfig()
@@ -170,7 +133,8 @@ def _clusters_of(blocks: int) -> driver.CUlaunchAttribute:
     return attribute
 
 
-def _check(status: driver.CUresult, action: str) -> None:
+def check(status: driver.CUresult, action: str) -> None:
+    """Errors: KernelError where a call of the driver has failed; `action` says what it was to do."""
     if status != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(status)
         reason = text.decode() if text else "unknown error"

@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, TensorMap, max_shared_bytes, tensor_map
+from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, max_shared_bytes
 from deltaplane_kernels.nvrtc import architecture, compile_cubin
+from deltaplane_kernels.tensor_map import TensorMap, tensor_map
 
 SOURCE = Path(__file__).parent / "csrc" / "few_rows.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -17,12 +17,12 @@ from deltaplane_kernels import (
     lora_slots,
 )
 from deltaplane_kernels.attention_cuda import DecodeLaunch
-from deltaplane_kernels.cuda_module import TensorMap
 from deltaplane_kernels.few_rows_cuda import FewRowLaunch
 from deltaplane_kernels.lora_launch import Launch, NormLaunch
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE
 from deltaplane_kernels.nvrtc import compile_cubin
 from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS
+from deltaplane_kernels.tensor_map import TensorMap
 
 HEADERS = [
     lora_cuda.SOURCE.parent / name

@@ -16,6 +16,7 @@
 // 8 heads], so that the weights that a thread has of scores are those that it needs for sums.
 
 #include "elements.cuh"
+#include "barriers.cuh"
 #include "bulk_copies.cuh"
 
 constexpr int KEYS = 16;              // of a tile

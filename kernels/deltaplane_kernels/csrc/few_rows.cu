@@ -14,6 +14,7 @@
 //   agree.
 
 #include "elements.cuh"
+#include "barriers.cuh"
 #include "bulk_copies.cuh"
 
 constexpr int WARPS = 8;              // that multiply

@@ -15,7 +15,7 @@
 #include "shrink.cuh"
 #include "expand.cuh"
 #if __CUDA_ARCH__ >= 900
-#include "bulk_copies.cuh"
+#include "barriers.cuh"
 #include "expand_norm.cuh"
 #endif
 
