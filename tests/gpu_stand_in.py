@@ -103,7 +103,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton warns of a default
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     monkeypatch.setattr(triton.runtime.driver, "_active", NoGpu())
-    monkeypatch.setattr(attention_index, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(attention_index, "processors", lambda device: PROCESSORS)
     monkeypatch.setattr(step_inputs, "AttentionPlan", IndexedPlan)
     monkeypatch.setattr(decoder_module, "silu_mul", activation_triton.silu_mul)
     monkeypatch.setattr(decoder_module, "rms_norm", norm_triton.rms_norm)

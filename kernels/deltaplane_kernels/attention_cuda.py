@@ -11,6 +11,7 @@ A step's own tokens aside, the keys that its decodes attend to must have been wr
 """
 
 import ctypes
+import math
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +20,13 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.attention import as_rows
-from deltaplane_kernels.attention_index import MIN_SPLITS, AttentionIndex
-from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, max_shared_bytes
-from deltaplane_kernels.nvrtc import architecture, compile_cubin
+from deltaplane_kernels.attention_index import MIN_SPLITS, AttentionIndex, processors
+from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, has_bulk_copies, load_module
 from deltaplane_kernels.tensor_map import TensorMap, tensor_map
 
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 HEAD_DIMS = (64, 128)
-LOG2_E = 1.4426950408889634
 
 # As in decode_attention.cu and bulk_copies.cuh.
 KEYS = 16
@@ -84,7 +83,7 @@ def takes(q: Tensor, kv: Tensor) -> bool:
         and page_size % KEYS == 0
         and len(kv) * kv.stride(0) // head_dim < MAX_HEADS_OF_TOKENS
         and q.is_cuda
-        and _is_able(q.device)
+        and has_bulk_copies(q.device, _shared_bytes(MAX_WARPS, max(HEAD_DIMS)))
     )
 
 
@@ -95,7 +94,7 @@ def launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, win
     """
     num_kv_heads, page_size, head_dim = kv.shape[2:]
     num_programs = index.max_decodes * num_kv_heads
-    shape = LaunchShape.of(num_programs, _processors(kv.device))
+    shape = LaunchShape.of(num_programs, processors(kv.device))
     kernel = _kernel(kv.device, q.dtype, head_dim, shape.warps)
     sums, weights = index.workspace.partials(q.shape[1], head_dim)
     launch = DecodeLaunch(
@@ -119,7 +118,7 @@ def launch_decode(out: Tensor, q: Tensor, kv: Tensor, index: AttentionIndex, win
         most_splits=shape.most_splits,
         least_keys=shape.least_keys,
         spares_even_ones=shape.fills_device,
-        scale=LOG2_E / head_dim**0.5,
+        scale=math.log2(math.e) / head_dim**0.5,
     )
     grid = max(num_programs, min(num_programs * shape.most_splits, kernel.resident_blocks))
     operands = f"q {tuple(q.shape)} and kv {tuple(kv.shape)} of {q.dtype}"
@@ -139,28 +138,17 @@ class LaunchShape(NamedTuple):
     least_keys: int
 
     @classmethod
-    def of(cls, num_programs: int, processors: int) -> "LaunchShape":
+    def of(cls, num_programs: int, num_processors: int) -> "LaunchShape":
         """num_programs: decodes times KV heads."""
-        warps = 2 if num_programs > 2 * processors else 4 if num_programs > processors else MAX_WARPS
-        if 2 * num_programs >= processors:
+        warps = 2 if num_programs > 2 * num_processors else 4 if num_programs > num_processors else MAX_WARPS
+        if 2 * num_programs >= num_processors:
             return cls(warps, True, MIN_SPLITS, SHARED_KEYS)
-        return cls(warps, False, max(processors // num_programs, MIN_SPLITS), 2 * warps * KEYS)
-
-
-@cache
-def _is_able(device: torch.device) -> bool:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major >= 9 and max_shared_bytes(device) >= _shared_bytes(MAX_WARPS, max(HEAD_DIMS))
+        return cls(warps, False, max(num_processors // num_programs, MIN_SPLITS), 2 * warps * KEYS)
 
 
 def _shared_bytes(warps: int, head_dim: int) -> int:
     tile = 2 * KEYS * head_dim * 2
     return warps * STAGES * (tile + 8) + 16
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -171,5 +159,4 @@ def _kernel(device: torch.device, dtype: torch.dtype, head_dim: int, warps: int)
 
 @cache
 def _module(device: torch.device) -> CudaModule:
-    properties = torch.cuda.get_device_properties(device)
-    return CudaModule(compile_cubin(SOURCE, architecture(properties.major, properties.minor)), device)
+    return load_module(SOURCE, device)

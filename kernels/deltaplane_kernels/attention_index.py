@@ -52,14 +52,14 @@ class Splits:
     def of(cls, num_programs: int, device: torch.device) -> "Splits":
         """num_programs: decodes times KV heads. Few of them share their keys to fill the device; many do so
         only where a sequence is so long that all others would wait for it."""
-        processors = _processors(device)
-        wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // max(num_programs, 1))
-        if num_programs * _PROGRAMS_PER_PROCESSOR < processors:
+        num_processors = processors(device)
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * num_processors // max(num_programs, 1))
+        if num_programs * _PROGRAMS_PER_PROCESSOR < num_processors:
             min_keys = 64
         else:
-            min_keys = 128 if num_programs < 2 * processors else 512
+            min_keys = 128 if num_programs < 2 * num_processors else 512
         count = min(max(wanted, MIN_SPLITS), MAX_SPLITS)
-        return cls(count, min_keys, fill_device=num_programs >= processors)
+        return cls(count, min_keys, fill_device=num_programs >= num_processors)
 
 
 class DecodeWorkspace:
@@ -315,7 +315,7 @@ def _int32(values: Sequence[int] | NDArray[np.generic]) -> NDArray[np.int32]:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     if device.type != "cuda":
         return 1

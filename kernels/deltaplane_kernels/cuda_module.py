@@ -2,22 +2,36 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver
+
+from deltaplane_kernels.nvrtc import architecture, compile_cubin
 
 
 class KernelError(RuntimeError):
     """A CUDA call failed; the message names the kernel, its operands and its launch."""
 
 
-def max_shared_bytes(device: torch.device) -> int:
-    """Shared memory that one block may have. Errors: KernelError."""
+@cache
+def has_bulk_copies(device: torch.device, shared_bytes: int) -> bool:
+    """Whether a GPU copies matrices by pieces (csrc/bulk_copies.cuh), which takes compute capability 9, and
+    gives one block so much shared memory for them. Errors: KernelError."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    status, nbytes = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    status, most = driver.cuDeviceGetAttribute(attribute, device.index or 0)
     check(status, f"asking for the shared memory of {device}")
-    return int(nbytes)
+    return int(most) >= shared_bytes
+
+
+def load_module(source: Path, device: torch.device) -> "CudaModule":
+    """A CUDA C++ file, compiled for the device. Errors: CompileError, KernelError."""
+    capability = torch.cuda.get_device_capability(device)
+    return CudaModule(compile_cubin(source, architecture(*capability)), device)
 
 
 class CudaModule:

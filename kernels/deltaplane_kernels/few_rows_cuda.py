@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, max_shared_bytes
-from deltaplane_kernels.nvrtc import architecture, compile_cubin
+from deltaplane_kernels.cuda_module import CudaKernel, has_bulk_copies, load_module
 from deltaplane_kernels.tensor_map import TensorMap, tensor_map
 
 SOURCE = Path(__file__).parent / "csrc" / "few_rows.cu"
@@ -105,18 +104,14 @@ def few_row_linear(weight: Tensor, bias: Tensor | None) -> FewRowLinear | None:
     return FewRowLinear(_kernels(weight.device, weight.dtype), weight, bias)
 
 
-@cache
 def is_able(device: torch.device) -> bool:
-    """Whether a GPU has what the kernels need: compute capability 9 or above, and the shared memory."""
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    return max_shared_bytes(device) >= max(SHARED_BYTES.values())
+    """Whether a GPU has what the kernels need."""
+    return has_bulk_copies(device, max(SHARED_BYTES.values()))
 
 
 @cache
 def _kernels(device: torch.device, dtype: torch.dtype) -> dict[int, CudaKernel]:
-    properties = torch.cuda.get_device_properties(device)
-    module = CudaModule(compile_cubin(SOURCE, architecture(properties.major, properties.minor)), device)
+    module = load_module(SOURCE, device)
     return {
         rows: module.kernel(f"few_rows_{DTYPES[dtype]}_{rows}", THREADS, shared_bytes=shared_bytes)
         for rows, shared_bytes in SHARED_BYTES.items()

@@ -29,14 +29,13 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.cuda_copies import LoadStream, StepStaging
-from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
+from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, load_module
 from deltaplane_kernels.lora_launch import THREADS, Launch, check_layout, column_blocks, widths_of_one_slice
 from deltaplane_kernels.lora_norm_cuda import ExpandAddRmsNorm
 from deltaplane_kernels.lora_segments import Blend, Runs
 from deltaplane_kernels.lora_slots import FACTORS_AT, MAX_RANK, SLICES_AT, SlotTable
 from deltaplane_kernels.lora_tiles import LONG_TILE, SHORT_TILE, table_size, tile_rows, write_table
 from deltaplane_kernels.norm import NormWeight, add_rms_norm
-from deltaplane_kernels.nvrtc import architecture, compile_cubin
 from deltaplane_kernels.rank_pages import (
     ALIGNMENT,
     AdapterRows,
@@ -137,9 +136,7 @@ class CudaLora:
             for layer in range(layout.num_layers)
             for name, place in layout.placements.items()
         }
-        module = CudaModule(
-            compile_cubin(SOURCE, architecture(properties.major, properties.minor)), self._device
-        )
+        module = load_module(SOURCE, self._device)
         dtype = DTYPES[pages.dtype]
         self._shrink = _shrink_kernels(module, dtype, overlaps=True)
         self._late_shrink = _shrink_kernels(module, dtype, overlaps=False)

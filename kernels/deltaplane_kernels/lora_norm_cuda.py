@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule
 from deltaplane_kernels.lora_launch import Launch, NormLaunch
-from deltaplane_kernels.norm import NormWeight, RowWeights
+from deltaplane_kernels.norm import NormWeight, check_weight
 
 MAX_ROWS = 96
 """Most rows of a step that are computed so: each reads B by itself, where a tile of expand reads it once. Of
@@ -78,7 +78,6 @@ class ExpandAddRmsNorm:
         Errors: RuntimeError where weight does not fit; KernelError.
         """
         num_rows, width = residual.shape
-        _check_weight(weight, residual)
         out = torch.empty_like(residual)
         cluster = plan_cluster(num_rows, width)
         launch = NormLaunch(
@@ -89,7 +88,7 @@ class ExpandAddRmsNorm:
             block_columns=cluster.columns,
             eps=eps,
         )
-        _set_weight(launch, weight)
+        _set_weight(launch, weight, residual)
         self._kernels[cluster, joined].launch(num_rows * cluster.blocks, stream, launch, operands)
         return out
 
@@ -100,24 +99,16 @@ def _kernel(module: CudaModule, dtype: str, cluster: Cluster, joined: bool) -> C
     )
 
 
-def _set_weight(launch: NormLaunch, weight: NormWeight) -> None:
-    if isinstance(weight, RowWeights):
-        launch.weight = weight.base.data_ptr()
-        launch.weight_slots = weight.slots.data_ptr()
-        launch.weight_offsets = weight.offsets.data_ptr()
-        launch.weight_offset_stride = weight.offsets.stride(0)
-        launch.weight_pool = weight.pool.data_ptr()
-    else:
-        launch.weight = weight.data_ptr()
-
-
-def _check_weight(weight: NormWeight, residual: Tensor) -> None:
-    own, base = (weight, weight.base) if isinstance(weight, RowWeights) else (None, weight)
-    num_rows, width = residual.shape
-    if base.shape != (width,) or base.dtype != residual.dtype or base.data_ptr() % 16:
+def _set_weight(launch: NormLaunch, weight: NormWeight, residual: Tensor) -> None:
+    base, own = check_weight(weight, *residual.shape)
+    if base.dtype != residual.dtype or base.data_ptr() % 16:
         raise RuntimeError(
-            f"weight {tuple(base.shape)} of {base.dtype} does not fit rows of {width} of {residual.dtype}, "
-            "or does not start at a multiple of 16 bytes"
+            f"weight of {base.dtype} does not fit rows of {residual.dtype}, or does not start at a multiple "
+            "of 16 bytes"
         )
-    if own is not None and own.slots.shape != (num_rows,):
-        raise RuntimeError(f"slots {tuple(own.slots.shape)} do not fit {num_rows} rows")
+    launch.weight = base.data_ptr()
+    if own is not None:
+        launch.weight_slots = own.slots.data_ptr()
+        launch.weight_offsets = own.offsets.data_ptr()
+        launch.weight_offset_stride = own.offsets.stride(0)
+        launch.weight_pool = own.pool.data_ptr()

@@ -26,6 +26,19 @@ NormWeight = Tensor | RowWeights
 """[H] for all rows; or of each row, [T, H] on a CPU and RowWeights on a GPU."""
 
 
+def check_weight(weight: NormWeight, num_rows: int, size: int) -> tuple[Tensor, RowWeights | None]:
+    """The weight of the base, and those of rows where there are such: for num_rows rows of `size`, on a GPU.
+
+    Errors: RuntimeError where they do not fit.
+    """
+    own, base = (weight, weight.base) if isinstance(weight, RowWeights) else (None, weight)
+    if base.shape != (size,):
+        raise RuntimeError(f"weight {tuple(base.shape)} does not fit rows of {size}")
+    if own is not None and own.slots.shape != (num_rows,):
+        raise RuntimeError(f"slots {tuple(own.slots.shape)} do not fit {num_rows} rows")
+    return base, own
+
+
 def rms_norm(x: Tensor, weight: NormWeight, eps: float) -> Tensor:
     """y = weight * x / sqrt(mean(x^2) + eps), over the last dimension.
 

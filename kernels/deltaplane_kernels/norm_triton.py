@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltaplane_kernels.norm import NormWeight, RowWeights
+from deltaplane_kernels.norm import NormWeight, check_weight
 from deltaplane_kernels.overlap_triton import launch_options, let_next_start, wait_for_previous
 
 
@@ -41,11 +41,7 @@ def _launch(
 ) -> Tensor:
     """rows: [T, heads, H], the elements of a row side by side."""
     num_tokens, num_heads, size = rows.shape
-    own, base = (weight, weight.base) if isinstance(weight, RowWeights) else (None, weight)
-    if base.shape != (size,):
-        raise RuntimeError(f"weight {tuple(base.shape)} does not fit rows of {size}")
-    if own is not None and own.slots.shape != (num_tokens,):
-        raise RuntimeError(f"slots {tuple(own.slots.shape)} do not fit {num_tokens} rows")
+    base, own = check_weight(weight, num_tokens, size)
     if out is None:
         out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     if num_tokens:

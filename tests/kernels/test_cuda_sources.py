@@ -24,7 +24,7 @@ from deltaplane_kernels.nvrtc import compile_cubin
 from deltaplane_kernels.rank_pages import RANK_PAGE_ROWS
 from deltaplane_kernels.tensor_map import TensorMap
 
-HEADERS = [
+HEADERS = _, _, STEP, NORM = [
     lora_cuda.SOURCE.parent / name
     for name in ("elements.cuh", "bulk_copies.cuh", "lora_step.cuh", "expand_norm.cuh")
 ]
@@ -77,8 +77,8 @@ def test_all_kernels_compile_without_a_gpu(source: Path, arch: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("source", "structure"),
     [
-        (HEADERS[2], Launch),
-        (HEADERS[3], NormLaunch),
+        (STEP, Launch),
+        (NORM, NormLaunch),
         (few_rows_cuda.SOURCE, FewRowLaunch),
         (attention_cuda.SOURCE, DecodeLaunch),
     ],

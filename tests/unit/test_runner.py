@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from deltaplane_kernels.lora_segments import Segments, Slots
-from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.runner import ModelRunner
 from deltaplane_server.execution.step_inputs import LoraPool
@@ -23,6 +22,7 @@ from deltaplane_server.models.weights import Checkpoint
 from deltaplane_server.scheduling.plan import NO_SLOT, SampledToken, ScheduledSequence, StepPlan
 from deltaplane_server.scheduling.sampling_params import SamplingParams, StopParams
 from deltaplane_server.scheduling.sequence import Sequence as TokenSequence
+from kernel_by_kernel import KernelByKernel
 from peft_factory import make_tiny_model
 
 PAGE = 16
@@ -367,7 +367,7 @@ def test_pages_that_are_too_few_are_refused(llama: Path) -> None:
 
 
 @dataclass
-class ShiftingPool:
+class ShiftingPool(KernelByKernel):
     """Adds 1 to the rows of slot 0 in every packed linear, and notes what it was called with."""
 
     segments: list[list[tuple[Slots, int]]] = field(default_factory=list)
@@ -388,19 +388,6 @@ class ShiftingPool:
             if slot == 0:
                 y[row : row + count] += 1
             row += count
-
-    def add_delta_rms_norm(
-        self,
-        layer: int,
-        linear: str,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        residual: torch.Tensor,
-        weight: NormWeight,
-        eps: float,
-    ) -> torch.Tensor:
-        self.add_delta(layer, linear, x, y)
-        return add_rms_norm(y, residual, weight, eps)
 
 
 def test_adapters_are_told_their_rows_and_change_those_alone(llama: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_room_of_attention_is_counted(
     rows: int, sequences: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On GPUs of 160 multiprocessors."""
-    monkeypatch.setattr(attention_index, "_processors", lambda device: 160)
+    monkeypatch.setattr(attention_index, "processors", lambda device: 160)
     buffer = IndexBuffer(
         rows,
         sequences,

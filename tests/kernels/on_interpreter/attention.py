@@ -141,7 +141,7 @@ def test_a_step_of_padding_alone_gives_zeros(num_rows: int) -> None:
 
 
 def test_a_buffer_has_room_for_the_programs_of_any_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_index, "_processors", lambda device: 132)
+    monkeypatch.setattr(attention_index, "processors", lambda device: 132)
     buffer = buffer_of(64, 48, 20)
     most = buffer.index(64).decode_programs
     needed = []

@@ -16,7 +16,6 @@ import torch
 
 from bench.decode import NoText
 from bench.random_model import TINY, RandomWeights
-from deltaplane_kernels.norm import NormWeight, add_rms_norm
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, SilentObserver
 from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution.graphs.decode_graphs import DecodeGraphs
@@ -33,6 +32,7 @@ from deltaplane_server.scheduling.sampling_params import SamplingParams, StopPar
 from deltaplane_server.scheduling.scheduler import Scheduler
 from deltaplane_server.scheduling.scheduler_config import SchedulerConfig
 from fake_leases import FakeAdapters, FakeLease
+from kernel_by_kernel import KernelByKernel
 
 CPU = torch.device("cpu")
 SEQUENCES, STEP_TOKENS, NUM_PAGES = 4, 100, 8
@@ -66,7 +66,7 @@ class RerunRecorder(GraphRecorder):
         return self.graphs[-1]
 
 
-class ScalingPool:
+class ScalingPool(KernelByKernel):
     """Multiplies the rows of slot s by 1.125 + s / 8 in every packed linear: those of the last step."""
 
     side = None
@@ -92,19 +92,6 @@ class ScalingPool:
             if slot != NO_SLOT:
                 y[row : row + count] *= 1.125 + slot / 8
             row += count
-
-    def add_delta_rms_norm(
-        self,
-        layer: int,
-        linear: str,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        residual: torch.Tensor,
-        weight: NormWeight,
-        eps: float,
-    ) -> torch.Tensor:
-        self.add_delta(layer, linear, x, y)
-        return add_rms_norm(y, residual, weight, eps)
 
 
 @pytest.fixture(scope="module")
