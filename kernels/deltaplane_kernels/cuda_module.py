@@ -64,21 +64,24 @@ class CudaModule:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
             check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
-        status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared_bytes)
-        check(status, f"occupancy of kernel {name} at {block} threads a block")
         attributes = []
         if overlaps and self._properties.major >= 9:
             attributes.append(_programmatic_launch())
         if cluster > 1:
             attributes.append(_clusters_of(cluster))
-        return CudaKernel(
-            name,
-            function,
-            block,
-            shared_bytes,
-            resident_blocks=blocks * self._properties.multi_processor_count,
-            attributes=attributes,
-        )
+        resident_blocks = self._resident_blocks(name, function, block, shared_bytes, cluster)
+        return CudaKernel(name, function, block, shared_bytes, resident_blocks, attributes)
+
+    def _resident_blocks(self, name: str, function: Any, block: int, shared_bytes: int, cluster: int) -> int:
+        if cluster > 1:  # they lie within parts of a GPU whose sizes differ
+            config = _config(cluster, block, shared_bytes, [_clusters_of(cluster)])
+            status, clusters = driver.cuOccupancyMaxActiveClusters(function, config)
+            resident_blocks = int(clusters) * cluster
+        else:
+            status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, block, shared_bytes)
+            resident_blocks = int(blocks) * self._properties.multi_processor_count
+        check(status, f"occupancy of kernel {name} at {block} threads a block, {cluster} blocks a cluster")
+        return resident_blocks
 
 
 class CudaKernel:
@@ -115,21 +118,27 @@ class CudaKernel:
         operands: what an error says of the data; asked for only then.
         Errors: KernelError, also for a fault of an earlier kernel that the driver reports now.
         """
-        config = self._configs.get(grid) or self._configs.setdefault(grid, self._config(grid))
+        config = self._configs.get(grid)
+        if config is None:
+            config = _config(grid, self._block, self._shared_bytes, self._attributes)
+            self._configs[grid] = config
         config.hStream = driver.CUstream(stream)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
         (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if status != driver.CUresult.CUDA_SUCCESS:
             check(status, f"kernel {self.name} over {operands()}, {grid} blocks of {self._block} threads")
 
-    def _config(self, grid: int) -> driver.CUlaunchConfig:
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self._block, 1, 1
-        config.sharedMemBytes = self._shared_bytes
-        config.attrs = self._attributes
-        config.numAttrs = len(self._attributes)
-        return config
+
+def _config(
+    grid: int, block: int, shared_bytes: int, attributes: list[driver.CUlaunchAttribute]
+) -> driver.CUlaunchConfig:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
 
 
 def _programmatic_launch() -> driver.CUlaunchAttribute:

@@ -20,7 +20,7 @@ down_proj go on to the residual stream and its norm (lora_norm_cuda.py), which i
 write. Punica (Chen et al., 2023) and its successors split shrink over the input columns too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,13 +52,6 @@ SPLIT_COLUMNS = 2048
 
 SPLIT_ALIGNMENT = 128
 """A split is a multiple of the columns that a block reads at a time."""
-
-PRODUCT_FIRST_ROWS = range(17, 65)
-"""Rows with which the base product of a linear of one slice goes first, and shrink takes the multiprocessors
-that it leaves: cuBLAS's blocks take whole ones, 88 of the 132 of an H200 in the o and down projections of
-Llama-3-8B. There first, shrink would keep most of them waiting. Of several slices it has too much to do for
-those left over; fewer rows share multiprocessors with it (few_rows_cuda.py), and of more the product takes
-all. A step of 64 rows takes 0.1 to 0.2 ms less so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +131,7 @@ class CudaLora:
         }
         module = load_module(SOURCE, self._device)
         dtype = DTYPES[pages.dtype]
-        self._shrink = _shrink_kernels(module, dtype, overlaps=True)
-        self._late_shrink = _shrink_kernels(module, dtype, overlaps=False)
+        self._shrink = _shrink_kernels(module, dtype)
         self._expand = module.kernel(f"expand_{dtype}", THREADS)
         self._expand_joined = module.kernel(f"expand_{dtype}", THREADS, overlaps=False)
         self._expand_norm: ExpandAddRmsNorm | None = None
@@ -189,10 +181,7 @@ class CudaLora:
             return
         self._forked.record(torch.cuda.current_stream(self._device))
         self._side_stream.wait_event(self._forked)
-        num_slices = len(self._layout.placements[linear].linear.slices)
-        product_first = num_slices == 1 and len(x) in PRODUCT_FIRST_ROWS
-        kernels = self._late_shrink if product_first else self._shrink
-        self._launch_shrink(kernels, layer, linear, x, self._side_stream)
+        self._launch_shrink(layer, linear, x, self._side_stream)
         self._shrunk.record(self._side_stream)
         self._begun = (layer, linear, x.data_ptr())
 
@@ -244,25 +233,17 @@ class CudaLora:
         if begun == (layer, linear, x.data_ptr()) and torch.cuda.is_current_stream_capturing():
             stream.wait_event(self._shrunk)
             return stream, True
-        self._launch_shrink(self._shrink, layer, linear, x, stream)
+        self._launch_shrink(layer, linear, x, stream)
         return stream, False
 
-    def _launch_shrink(
-        self,
-        kernels: Mapping[int, CudaKernel],
-        layer: int,
-        linear: str,
-        x: Tensor,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        """kernels: by the most rows of a tile."""
+    def _launch_shrink(self, layer: int, linear: str, x: Tensor, stream: torch.cuda.Stream) -> None:
         place = self._layout.placements[linear]
         self._check_operand("x", x, place.linear.in_features)
         launch = self._launches[layer, linear]
         splits = plan_splits(len(x), place.linear.in_features, launch.num_slices, self._num_multiprocessors)
         launch.x, launch.x_pitch = x.data_ptr(), x.stride(0)
         launch.num_rows, launch.splits, launch.split_width = len(x), splits.count, splits.width
-        kernel = kernels[tile_rows(len(x))]
+        kernel = self._shrink[tile_rows(len(x))]
         items = len(x) * launch.num_slices * splits.count
         operands = partial(_described, layer, linear, "x", x)
         kernel.launch(min(items, kernel.resident_blocks), stream.cuda_stream, launch, operands)
@@ -334,9 +315,9 @@ class _StepMemory:
         self.table = self.pinned.numpy()
 
 
-def _shrink_kernels(module: CudaModule, dtype: str, *, overlaps: bool) -> dict[int, CudaKernel]:
+def _shrink_kernels(module: CudaModule, dtype: str) -> dict[int, CudaKernel]:
     """The shrink of each size of tile."""
     names = {rows: f"shrink_{dtype}_{rows}" for rows in (SHORT_TILE, LONG_TILE)}
     if dtype == "float32":
         names = dict.fromkeys(names, "shrink_float32")
-    return {rows: module.kernel(name, THREADS, overlaps=overlaps) for rows, name in names.items()}
+    return {rows: module.kernel(name, THREADS) for rows, name in names.items()}

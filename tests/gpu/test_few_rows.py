@@ -6,21 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltaplane_kernels.few_rows_cuda import MAX_OUTPUTS, SHARED_BYTES, FewRowLinear, few_row_linear, is_able
+from deltaplane_kernels.few_rows_cuda import (
+    COLUMNS,
+    GROUP,
+    MAX_OUTPUTS,
+    OUTPUTS,
+    ROWS,
+    SPLITS,
+    FewRowLinear,
+    Tiling,
+    few_row_linear,
+    is_able,
+)
 from deltaplane_kernels.linear import Linear
 from gpu_lora_pools import TOLERANCES, random_rows, same_bits
 
 pytestmark = pytest.mark.skipif(
     not is_able(torch.device("cuda")),
-    reason="the kernels need compute capability 9 and 210 KB of shared memory",
+    reason="the kernels are for compute capability 9.0",
 )
 
-FEW, ROWS = sorted(SHARED_BYTES)
-"""The most rows of the two kernels."""
-
 DTYPES = [torch.bfloat16, torch.float16]
-SHAPES = [(32, 64), (64, 192), (4160, 576), (96, 4160), (8192, 512)]
-"""Outputs and inputs: one strip and many, and columns that fill no whole number of places in the ring."""
+SHAPES = [(8, 64), (72, 192), (4160, 576), (96, 4160), (8192, 512), (20_008, 192)]
+"""Outputs and inputs: one tile and many, several of a block, columns that fill no whole piece."""
 
 
 def random_weight(
@@ -41,7 +49,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, FEW, FEW + 1, ROWS - 1, ROWS])
+@pytest.mark.parametrize("num_rows", [1, 5, GROUP, GROUP + 1, 16, 33, ROWS - 1, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_in_a_graph_equal_float64(dtype: torch.dtype, num_rows: int, with_bias: bool) -> None:
     for shape in SHAPES:
@@ -64,6 +72,27 @@ def test_products_in_a_graph_equal_float64(dtype: torch.dtype, num_rows: int, wi
         assert same_bits(buffer[:, 8:-8], y)
         assert (buffer[:, :8] == 7).all()
         assert (buffer[:, -8:] == 7).all()
+
+
+TILINGS = [
+    Tiling(outputs, splits, blocks)
+    for outputs, splits in product(OUTPUTS, SPLITS)
+    if outputs // GROUP % splits == 0
+    for blocks in ([1, 2, 5, 6] if splits == 1 else [-(-520 // outputs) * splits])
+]
+
+
+@pytest.mark.parametrize("num_rows", [3, 11, ROWS])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_gives_the_product(tiling: Tiling, num_rows: int) -> None:
+    """520 outputs are several tiles of a block, or parts of columns of the blocks of a cluster."""
+    for dtype in DTYPES:
+        weight, bias = random_weight((520, SPLITS[-1] * COLUMNS + 64), dtype, with_bias=True)
+        x = random_rows(num_rows, weight.shape[1], dtype, seed=3)
+        y = in_a_graph(FewRowLinear(*on_gpu(weight, bias), tiling), x.cuda())
+        torch.testing.assert_close(
+            y.cpu().double(), expected(x, weight, bias), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype]
+        )
 
 
 @pytest.mark.parametrize("num_rows", [3, ROWS])
@@ -94,7 +123,7 @@ def test_products_in_a_graph_one_after_the_other_see_what_the_one_before_wrote(
     assert all(same_bits(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("num_rows", [FEW, ROWS])
+@pytest.mark.parametrize("num_rows", [GROUP, ROWS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_in_a_graph_does_not_depend_on_those_beside_it(dtype: torch.dtype, num_rows: int) -> None:
     weight, _ = random_weight((64, 576), dtype, with_bias=False)
@@ -122,7 +151,7 @@ def test_linears_take_the_kernel_for_few_rows_in_graphs(dtype: torch.dtype) -> N
     weight, bias = on_gpu(*random_weight((96, 4160), dtype, with_bias=True))
     kernel, linear = few_row_linear(weight, bias), Linear(weight, bias)
     assert kernel is not None
-    for num_rows in (1, FEW, ROWS):
+    for num_rows in (1, GROUP, ROWS):
         x = random_rows(num_rows, 4160, dtype, seed=num_rows).cuda()
         assert same_bits(in_a_graph(linear, x), in_a_graph(kernel, x))
     x = random_rows(ROWS + 1, 4160, dtype, seed=5).cuda()
@@ -134,7 +163,7 @@ def test_other_weights_are_left_to_others() -> None:
     def on_device(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(outputs, inputs, dtype=dtype, device="cuda")
 
-    for dtype, (outputs, inputs) in product(DTYPES, ((40, 64), (64, 72), (MAX_OUTPUTS + 32, 64))):
+    for dtype, (outputs, inputs) in product(DTYPES, ((36, 64), (64, 72), (MAX_OUTPUTS + 8, 64))):
         assert few_row_linear(on_device(outputs, inputs, dtype), None) is None
     assert few_row_linear(on_device(64, 64, torch.float32), None) is None
     assert few_row_linear(on_device(64, 128, torch.bfloat16)[:, :64], None) is None

@@ -42,9 +42,9 @@ def lora_kernels() -> list[str]:
 KERNELS = {
     lora_cuda.SOURCE: lora_kernels(),
     few_rows_cuda.SOURCE: [
-        f"few_rows_{dtype}_{rows}"
+        f"few_rows_{dtype}_{outputs}"
         for dtype in few_rows_cuda.DTYPES.values()
-        for rows in few_rows_cuda.SHARED_BYTES
+        for outputs in few_rows_cuda.OUTPUTS
     ],
     attention_cuda.SOURCE: [
         f"decode_{dtype}_{head_dim}"
@@ -54,14 +54,16 @@ KERNELS = {
 }
 
 
+ARCHITECTURES = {
+    lora_cuda.SOURCE: ["sm_80", "sm_90a", "sm_100", "sm_120"],
+    attention_cuda.SOURCE: ["sm_90a", "sm_100", "sm_120"],
+    few_rows_cuda.SOURCE: ["sm_90a"],
+}
+
+
 @pytest.mark.parametrize(
     ("source", "arch"),
-    [
-        (source, arch)
-        for source in KERNELS
-        for arch in ("sm_80", "sm_90a", "sm_100", "sm_120")
-        if arch != "sm_80" or source == lora_cuda.SOURCE
-    ],
+    [(source, arch) for source, archs in ARCHITECTURES.items() for arch in archs],
     ids=lambda value: value if isinstance(value, str) else value.stem,
 )
 def test_all_kernels_compile_without_a_gpu(source: Path, arch: str, tmp_path: Path) -> None:
@@ -122,7 +124,10 @@ def constants(source: Path) -> dict[str, int]:
     [(lora_launch, lora_cuda.SOURCE, name) for name in ("THREADS", "COLUMN_BLOCK", "MAX_SLICES")]
     + [(lora_slots, lora_cuda.SOURCE, name) for name in ("MAX_RANK", "HAS_GAIN", "HAS_BIAS", "IS_BLEND")]
     + [(lora_norm_cuda, lora_cuda.SOURCE, name) for name in ("VECTOR", "MAX_CLUSTER", "MAX_THREADS")]
-    + [(few_rows_cuda, few_rows_cuda.SOURCE, name) for name in ("THREADS", "OUTPUTS", "COLUMNS", "BOX")]
+    + [
+        (few_rows_cuda, few_rows_cuda.SOURCE, name)
+        for name in ("THREADS", "ROWS", "COLUMNS", "BOX", "GROUP", "MAX_STAGES", "SUMS")
+    ]
     + [
         (attention_cuda, attention_cuda.SOURCE, name)
         for name in ("KEYS", "BOX", "STAGES", "MAX_GROUP", "MAX_WARPS")
@@ -135,8 +140,3 @@ def test_the_constants_are_those_of_the_source(module: ModuleType, source: Path,
 
 def test_a_rank_page_has_as_many_rows_as_the_kernels_take() -> None:
     assert constants(lora_cuda.SOURCE)["PAGE_ROWS"] == RANK_PAGE_ROWS
-
-
-def test_the_shared_memory_of_the_product_of_few_rows_is_that_of_the_source() -> None:
-    sizes = re.findall(r"sizeof\(Shared<(\d+)>\) == (\d+)", few_rows_cuda.SOURCE.read_text())
-    assert {int(rows): int(nbytes) for rows, nbytes in sizes} == few_rows_cuda.SHARED_BYTES

@@ -1,244 +1,333 @@
-// A linear of few rows: y = x W^T + bias. Shapes and costs are in few_rows_cuda.py. For compute capability 9 and above.
+// A linear of few rows: y = x W^T + bias. Shapes and costs are in few_rows_cuda.py. For compute capability 9.0.
 //
 // All there is to it is to read W once, at the speed of the memory:
 //
-// * A block takes OUTPUTS rows of W at a time, a strip, and goes on to further strips. One thread asks for a strip's
-//   columns, COLUMNS at a time, by tensor copies into a ring of STAGES places in shared memory, ahead of the products
-//   and beyond the end of a strip too.
-// * The multiplying warps share out the columns of a place. When a strip ends they add up what each has, in a fixed
-//   order, so that equal products give equal bits.
+// * A block takes tiles of OUTPUTS rows of W, or a part of the columns of one: then the blocks of a cluster take one
+//   part each and send each other what they have of the sums, in shared memory, a share of the outputs to each.
+// * One thread asks for pieces of W, COLUMNS wide, by tensor copies into a ring of places in shared memory, ahead of
+//   the products; another one does so for x, which comes from L2, again for each tile.
 // * W is asked for before the kernel ahead has ended, which does not write it (programmatic dependent launch): the
-//   memory works while small kernels run between two products.
-// * A tensor-core product is [16 rows of W, 16 columns] x [16 columns, 8 rows of x]. A thread reads 8 neighbouring
-//   columns of its rows and feeds them to two products: which column is which k is free, as long as both operands
-//   agree.
+//   memory works while small kernels run between two products. But only some pieces are on their way at once. More
+//   would stand in queues before the memory, and with them x and what the small kernels read.
+// * A warpgroup multiplies [ROWS of x, 16 columns] x [16 columns, OUTPUTS rows of W] from shared memory, at a third of
+//   what it could. Rows that x does not have are whatever lies behind x's place: no product mixes rows.
+// * It takes a third of the registers of a multiprocessor, so that LoRA's shrink runs beside it.
 
 #include "elements.cuh"
 #include "barriers.cuh"
 #include "bulk_copies.cuh"
+#include "clusters.cuh"
+#include "warpgroup_product.cuh"
 
-constexpr int WARPS = 8;              // that multiply
-constexpr int MULTIPLYING = WARPS * 32;
-constexpr int THREADS = MULTIPLYING + 32;
-constexpr int OUTPUTS = 32;           // of a strip
-constexpr int COLUMNS = 512;          // of a place
-constexpr int STAGES = 4;
-constexpr int BOXES = COLUMNS / BOX;
-constexpr int RUN = 4 * VECTOR;       // columns that a warp reads of a row at once
-constexpr int RUNS = COLUMNS / (WARPS * RUN);
+constexpr int MULTIPLYING = 128;      // threads: a warpgroup
+constexpr int THREADS = MULTIPLYING + 2 * 32;  // of the last two warps one thread each copies, W and x
+constexpr int ROWS = 64;              // of x, at most
+constexpr int COLUMNS = 128;          // of a piece
+constexpr int MAX_STAGES = 16;
+constexpr int SUMS = MULTIPLYING + 1; // of GROUP outputs, 4 of a thread; the pad spreads reads over all banks
 
 // Mirrored by few_rows_cuda.FewRowLaunch.
 struct Launch {
     TensorMap weight;                 // [out_features, in_features], OUTPUTS rows
-    TensorMap x;                      // [num_rows, in_features], ROWS rows
+    TensorMap x;                      // [num_rows, in_features], x_rows rows
     const void* bias;                 // [out_features], or null
     void* y;                          // [num_rows, out_features]
     long long y_pitch;                // in elements
     int num_rows;
     int in_features;
     int out_features;
+    int x_rows;                       // num_rows or more, a multiple of GROUP
+    int splits;                       // of the columns: blocks of a cluster. More than 1 take one tile each
+    int weight_stages;                // places for pieces of W
+    int x_stages;                     // and of x
+    int weight_ahead;                 // pieces of W on their way at once, at most
 };
 
-// ROWS: of x, at most.
-template <int ROWS>
+struct Turn {
+    int stage = 0;
+    int phase = 0;                    // of the place's barriers
+
+    __device__ void advance(int stages) {
+        if (++stage < stages) return;
+        stage = 0;
+        phase ^= 1;
+    }
+};
+
+// Places for pieces, filled one after the other and again.
+struct Ring {
+    ushort* places;
+    Barrier* full;                    // of each place: it holds a piece
+    Barrier* empty;                   // all warps have read it
+    int stages;
+    int place_elements;
+
+    __device__ ushort* place(const Turn& turn) const { return places + turn.stage * place_elements; }
+
+    __device__ void make_barriers() const {
+        for (int stage = 0; stage < stages; ++stage) {
+            make_barrier(full + stage, 1);
+            make_barrier(empty + stage, MULTIPLYING / 32);
+        }
+    }
+};
+
+// What a block has in shared memory.
+template <int OUTPUTS>
 struct Shared {
-    static constexpr int TURNS = ROWS > GROUP ? 1 : 2;
+    Ring weight;                      // places of [COLUMNS / BOX][OUTPUTS][BOX]
+    Ring x;                           // places of [COLUMNS / BOX][x_rows][BOX]
+    float4* sums;                     // [splits][groups of outputs][SUMS]
+    Barrier* sums_are_there;
 
-    ushort weight[STAGES][BOXES][OUTPUTS][BOX];
-    ushort x[STAGES][BOXES][ROWS][BOX];
-    float sums[TURNS][WARPS][ROWS][OUTPUTS + 4];  // the pad spreads a warp's stores over all banks
-    Barrier full[STAGES];             // a place holds what was asked for
-    Barrier empty[STAGES];            // all warps have read it
+    __device__ Shared(const Launch& launch, uint4* memory) {
+        weight.stages = launch.weight_stages;
+        weight.place_elements = OUTPUTS * COLUMNS;
+        weight.places = reinterpret_cast<ushort*>(memory);
+        x.stages = launch.x_stages;
+        x.place_elements = launch.x_rows * COLUMNS;
+        x.places = weight.places + weight.stages * weight.place_elements;
+        sums = reinterpret_cast<float4*>(x.places + x.stages * x.place_elements);
+        weight.full = reinterpret_cast<Barrier*>(sums + OUTPUTS / GROUP * SUMS);
+        weight.empty = weight.full + MAX_STAGES;
+        x.full = weight.empty + MAX_STAGES;
+        x.empty = x.full + MAX_STAGES;
+        sums_are_there = x.empty + MAX_STAGES;
+    }
 };
-
-__device__ void sync_multiplying_warps() { asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING) : "memory"); }
 
 // ---------------------------------------------------------------------------------------------------------
-// The places of the ring, in the order in which they are filled: strip by strip, columns from left to right.
+// A block's pieces of W and x, COLUMNS wide, in the order in which they are multiplied: tile by tile, columns from left
+// to right.
 
-struct Place {
-    int strip = static_cast<int>(blockIdx.x);
-    int column = 0;
-    int stage = 0;
-    int phase = 0;                    // of the stage's barriers
+struct Piece {
+    int tile;
+    int column;
+    int begin, end;                   // of the block's columns
+
+    __device__ explicit Piece(const Launch& launch) {
+        const int part = blockIdx.x % launch.splits, pieces = ceil_div(launch.in_features, COLUMNS);
+        tile = blockIdx.x / launch.splits;
+        begin = part * pieces / launch.splits * COLUMNS;
+        end = (part + 1) * pieces / launch.splits * COLUMNS;
+        column = begin;
+    }
 
     __device__ void advance(const Launch& launch) {
         column += COLUMNS;
-        if (column >= launch.in_features) {
-            column = 0;
-            strip += gridDim.x;
-        }
-        if (++stage == STAGES) {
-            stage = 0;
-            phase ^= 1;
-        }
+        if (column < end) return;
+        column = begin;
+        tile += gridDim.x / launch.splits;
     }
 };
 
-template <int ROWS>
-__device__ void copy_weight(const Launch& launch, Shared<ROWS>& shared, const Place& place) {
-    arrive_and_expect(&shared.full[place.stage], (OUTPUTS + ROWS) * COLUMNS * 2);
-    Barrier* full = &shared.full[place.stage];
-    copy_matrix(shared.weight[place.stage], launch.weight, place.column, place.strip * OUTPUTS, full);
+__device__ void copy_piece(const Ring& ring, const Turn& turn, const TensorMap& matrix, int column, int row) {
+    Barrier* full = ring.full + turn.stage;
+    arrive_and_expect(full, ring.place_elements * 2);
+    copy_matrix(ring.place(turn), matrix, column, row, full);
 }
 
-template <int ROWS>
-__device__ void copy_x(const Launch& launch, Shared<ROWS>& shared, const Place& place) {
-    copy_matrix(shared.x[place.stage], launch.x, place.column, 0, &shared.full[place.stage]);
-}
-
-template <int ROWS>
-__device__ void fill(const Launch& launch, Shared<ROWS>& shared, int strips) {
-    Place place, first;
-    int ahead = 0;                    // places filled with what the kernel ahead does not write
-    for (; ahead < STAGES && place.strip < strips; ++ahead) {
-        copy_weight(launch, shared, place);
-        place.advance(launch);
+// The kernel ahead does not write W.
+template <int OUTPUTS>
+__device__ void copy_weight(const Launch& launch, const Ring& ring, int tiles) {
+    Turn turn, landing;
+    int ahead = 0;
+    for (Piece piece(launch); piece.tile < tiles; piece.advance(launch)) {
+        if (ahead == launch.weight_ahead) {
+            await(ring.full + landing.stage, landing.phase);
+            landing.advance(ring.stages);
+        } else {
+            ++ahead;
+        }
+        await(ring.empty + turn.stage, turn.phase ^ 1);
+        copy_piece(ring, turn, launch.weight, piece.column, piece.tile * OUTPUTS);
+        turn.advance(ring.stages);
     }
+}
+
+__device__ void copy_x(const Launch& launch, const Ring& ring, int tiles) {
     wait_for_previous_kernel();
-    for (; ahead > 0; --ahead) {
-        copy_x(launch, shared, first);
-        first.advance(launch);
-    }
-    while (place.strip < strips) {
-        await(&shared.empty[place.stage], place.phase ^ 1);
-        copy_weight(launch, shared, place);
-        copy_x(launch, shared, place);
-        place.advance(launch);
+    Turn turn;
+    for (Piece piece(launch); piece.tile < tiles; piece.advance(launch)) {
+        await(ring.empty + turn.stage, turn.phase ^ 1);
+        copy_piece(ring, turn, launch.x, piece.column, 0);
+        turn.advance(ring.stages);
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// What one warp multiplies of a strip. A thread holds, of each product, outputs (g, g + 8) x rows of x (2t, 2t + 1) of
-// each group.
+// Sums in shared memory, as the threads had them: see TileProduct.
 
-template <typename Type, int ROWS>
-struct WarpProduct {
-    static constexpr int GROUPS = ROWS / GROUP;
-    float sum[GROUPS][OUTPUTS / 16][4];
+template <typename Type>
+__device__ uint4 packed(const float (&sums)[GROUP]) {
+    return {Type::pack({sums[0], sums[1]}), Type::pack({sums[2], sums[3]}), Type::pack({sums[4], sums[5]}),
+            Type::pack({sums[6], sums[7]})};
+}
+
+// Of a group of outputs, two rows: what 4 neighbouring threads had.
+template <typename Type>
+__device__ void write_group(const Launch& launch, const float4* sums, int share, int row, int output) {
+    float total[2][GROUP] = {};
+    if (launch.bias) {
+        const uint4 bias = *reinterpret_cast<const uint4*>(static_cast<const ushort*>(launch.bias) + output);
+        const uint pairs[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float2 two = Type::unpack(pairs[pair]);
+            total[0][2 * pair] = total[1][2 * pair] = two.x;
+            total[0][2 * pair + 1] = total[1][2 * pair + 1] = two.y;
+        }
+    }
+    for (int part = 0; part < launch.splits; ++part) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+            const float4 two_rows = sums[part * share * SUMS + pair];
+            total[0][2 * pair] += two_rows.x;
+            total[0][2 * pair + 1] += two_rows.y;
+            total[1][2 * pair] += two_rows.z;
+            total[1][2 * pair + 1] += two_rows.w;
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int number = row + half * 8;
+        ushort* y = static_cast<ushort*>(launch.y) + number * launch.y_pitch + output;
+        if (number < launch.num_rows) *reinterpret_cast<uint4*>(y) = packed<Type>(total[half]);
+    }
+}
+
+// share: groups of outputs. Four neighbouring threads write 64 neighbouring bytes, of what these four have.
+template <typename Type>
+__device__ void write_sums(const Launch& launch, const float4* sums, int share, int first_output) {
+    for (int item = threadIdx.x; item < ceil_div(share, 4) * 128; item += MULTIPLYING) {
+        const int group = item / 128 * 4 + item % 4, quad = item % 128 / 4;
+        const int output = first_output + group * GROUP;
+        if (group >= share || output >= launch.out_features) continue;
+        write_group<Type>(launch, sums + group * SUMS + quad * 4, share, quad / 8 * 16 + quad % 8, output);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// What the warpgroup has of a tile.
+
+template <typename Type, int OUTPUTS>
+struct TileProduct {
+    static constexpr int GROUPS = OUTPUTS / GROUP;
+    float sum[OUTPUTS / 2];
 
     __device__ void clear() {
 #pragma unroll
-        for (auto& group : sum) {
-#pragma unroll
-            for (auto& outputs : group) {
-#pragma unroll
-                for (float& element : outputs) element = 0.0f;
-            }
-        }
+        for (float& element : sum) element = 0.0f;
     }
 
-    // columns: that are left of W's from the place on; what a place has beyond them is zeros.
-    __device__ void add(const Shared<ROWS>& shared, int stage, int columns) {
-        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    // x_rows: of a box of x.
+    __device__ void add(const ushort* weight, const ushort* x, int x_rows) {
+        begin_products();
 #pragma unroll
-        for (int run = 0; run < RUNS; ++run) {
-            const int begin = (run * WARPS + warp) * RUN;
-            if (begin >= columns) break;
-            const int box = begin / BOX, swizzled = (begin % BOX / VECTOR + t ^ g) * VECTOR;
-            uint4 inputs[GROUPS];
+        for (int box = 0; box < COLUMNS / BOX; ++box) {
+            const Operand rows = operand(x + box * x_rows * BOX);
+            const Operand outputs = operand(weight + box * OUTPUTS * BOX);
 #pragma unroll
-            for (int n = 0; n < GROUPS; ++n) inputs[n] = read(shared.x[stage][box][n * GROUP + g] + swizzled);
-#pragma unroll
-            for (int m = 0; m < OUTPUTS / 16; ++m) {
-                const uint4 low = read(shared.weight[stage][box][m * 16 + g] + swizzled);
-                const uint4 high = read(shared.weight[stage][box][m * 16 + 8 + g] + swizzled);
-#pragma unroll
-                for (int n = 0; n < GROUPS; ++n) {
-                    Type::mma(sum[n][m], low.x, high.x, low.y, high.y, inputs[n].x, inputs[n].y);
-                    Type::mma(sum[n][m], low.z, high.z, low.w, high.w, inputs[n].z, inputs[n].w);
-                }
-            }
+            for (int step = 0; step < BOX / 16; ++step) multiply<Type>(sum, rows.columns(step), outputs.columns(step));
         }
+        end_products();
     }
 
-    __device__ static uint4 read(const ushort* address) { return *reinterpret_cast<const uint4*>(address); }
+    __device__ float4 group(int index) const {
+        return {sum[4 * index], sum[4 * index + 1], sum[4 * index + 2], sum[4 * index + 3]};
+    }
 
-    __device__ void store(float (&sums)[ROWS][OUTPUTS + 4]) const {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    // The block alone has all columns.
+    __device__ void write(const Launch& launch, const Shared<OUTPUTS>& shared, int tile) const {
 #pragma unroll
-        for (int n = 0; n < GROUPS; ++n) {
+        for (int index = 0; index < GROUPS; ++index) shared.sums[index * SUMS + threadIdx.x] = group(index);
+        __syncwarp();
+        write_sums<Type>(launch, shared.sums, GROUPS, tile * OUTPUTS);
+    }
+
+    // Each block of the cluster gets what all have of its share of the outputs.
+    __device__ void exchange_and_write(const Launch& launch, const Shared<OUTPUTS>& shared, int tile) const {
+        const int own = blockIdx.x % launch.splits, share = GROUPS / launch.splits;
+        wait_for_cluster();
 #pragma unroll
-            for (int m = 0; m < OUTPUTS / 16; ++m) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[n * GROUP + 2 * t + e % 2][m * 16 + g + e / 2 * 8] = sum[n][m][e];
-            }
+        for (int index = 0; index < GROUPS; ++index) {
+            const int owner = index * launch.splits / GROUPS;
+            float4* target = shared.sums + (own * share + index - owner * share) * SUMS + threadIdx.x;
+            send_to_block(target, shared.sums_are_there, owner, group(index));
         }
+        await_blocks(shared.sums_are_there);
+        write_sums<Type>(launch, shared.sums, share, tile * OUTPUTS + own * share * GROUP);
     }
 };
 
-// Two neighbouring outputs of a row each. output: the strip's first one.
-template <typename Type, int ROWS>
-__device__ void write(const Launch& launch, const float (&sums)[WARPS][ROWS][OUTPUTS + 4], int output) {
-    const int pair = static_cast<int>(threadIdx.x);
-    const int row = pair / (OUTPUTS / 2), own = pair % (OUTPUTS / 2) * 2;
-    if (row >= launch.num_rows) return;
-    float2 total = {0.0f, 0.0f};
-    if (launch.bias) {
-        total = Type::unpack(*reinterpret_cast<const uint*>(static_cast<const ushort*>(launch.bias) + output + own));
-    }
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-        total.x += sums[warp][row][own];
-        total.y += sums[warp][row][own + 1];
-    }
-    ushort* y = static_cast<ushort*>(launch.y) + row * launch.y_pitch + output + own;
-    *reinterpret_cast<uint*>(y) = Type::pack(total);
-}
-
-template <typename Type, int ROWS>
-__device__ void multiply(const Launch& launch, Shared<ROWS>& shared, int strips) {
-    constexpr int TURNS = Shared<ROWS>::TURNS;
+template <typename Type, int OUTPUTS>
+__device__ void multiply_tiles(const Launch& launch, const Shared<OUTPUTS>& shared, int tiles) {
     wait_for_previous_kernel();       // which may read what is written here
-    Place place;
-    WarpProduct<Type, ROWS> product;
-    for (int turn = 0; place.strip < strips; ++turn) {
-        const int strip = place.strip;
+    const Ring &weight = shared.weight, &x = shared.x;
+    Turn weight_turn, x_turn;
+    Piece piece(launch);
+    TileProduct<Type, OUTPUTS> product;
+    while (piece.tile < tiles) {
+        const int tile = piece.tile;
         product.clear();
-        while (place.strip == strip) {
-            await(&shared.full[place.stage], place.phase);
-            product.add(shared, place.stage, launch.in_features - place.column);
+        for (; piece.tile == tile; piece.advance(launch)) {
+            await(weight.full + weight_turn.stage, weight_turn.phase);
+            await(x.full + x_turn.stage, x_turn.phase);
+            product.add(weight.place(weight_turn), x.place(x_turn), launch.x_rows);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) arrive(&shared.empty[place.stage]);
-            place.advance(launch);
+            if (threadIdx.x % 32 == 0) {
+                arrive(weight.empty + weight_turn.stage);
+                arrive(x.empty + x_turn.stage);
+            }
+            weight_turn.advance(weight.stages);
+            x_turn.advance(x.stages);
         }
-        auto& sums = shared.sums[turn % TURNS];
-        if (TURNS == 1) sync_multiplying_warps();  // else those of the turn before may still be read
-        product.store(sums[threadIdx.x / 32]);
-        sync_multiplying_warps();
-        write<Type, ROWS>(launch, sums, strip * OUTPUTS);
+        if (launch.splits > 1) {
+            product.exchange_and_write(launch, shared, tile);
+        } else {
+            product.write(launch, shared, tile);
+        }
     }
 }
 
-template <typename Type, int ROWS>
+template <int OUTPUTS>
+__device__ void make_barriers(const Shared<OUTPUTS>& shared) {
+    shared.weight.make_barriers();
+    shared.x.make_barriers();
+    make_barrier(shared.sums_are_there, 1);
+    publish_barriers();
+    arrive_and_expect(shared.sums_are_there, OUTPUTS * ROWS * sizeof(float));
+}
+
+template <typename Type, int OUTPUTS>
 __device__ void run(const Launch& launch) {
     extern __shared__ __align__(1024) uint4 memory[];  // as the swizzle counts from there
-    auto& shared = *reinterpret_cast<Shared<ROWS>*>(memory);
-    const int strips = launch.out_features / OUTPUTS;
+    const Shared<OUTPUTS> shared(launch, memory);
+    const int tiles = ceil_div(launch.out_features, OUTPUTS);
     let_next_kernel_start();
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            make_barrier(&shared.full[stage], 1);
-            make_barrier(&shared.empty[stage], WARPS);
-        }
-        publish_barriers();
-    }
+    if (threadIdx.x == 0) make_barriers(shared);
+    if (launch.splits > 1) announce_to_cluster();  // what other blocks send can be received
     __syncthreads();
     if (threadIdx.x < MULTIPLYING) {
-        multiply<Type>(launch, shared, strips);
-    } else if (threadIdx.x == MULTIPLYING) {
-        fill(launch, shared, strips);
+        multiply_tiles<Type>(launch, shared, tiles);
+        return;
     }
+    if (threadIdx.x == MULTIPLYING) copy_weight<OUTPUTS>(launch, shared.weight, tiles);
+    if (threadIdx.x == MULTIPLYING + 32) copy_x(launch, shared.x, tiles);
+    __syncwarp();
+    if (launch.splits > 1) wait_for_cluster();
 }
 
-static_assert(sizeof(Shared<8>) == 182336 && sizeof(Shared<16>) == 215104);
-
-#define FEW_ROWS(NAME, TYPE, ROWS)                                                                                \
+#define FEW_ROWS(NAME, TYPE, OUTPUTS)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) NAME(const __grid_constant__ Launch launch) {        \
-        run<TYPE, ROWS>(launch);                                                                                  \
+        run<TYPE, OUTPUTS>(launch);                                                                               \
     }
 
-FEW_ROWS(few_rows_bfloat16_8, BFloat16, 8)
-FEW_ROWS(few_rows_bfloat16_16, BFloat16, 16)
-FEW_ROWS(few_rows_float16_8, Float16, 8)
-FEW_ROWS(few_rows_float16_16, Float16, 16)
+FEW_ROWS(few_rows_bfloat16_48, BFloat16, 48)
+FEW_ROWS(few_rows_bfloat16_56, BFloat16, 56)
+FEW_ROWS(few_rows_bfloat16_64, BFloat16, 64)
+FEW_ROWS(few_rows_bfloat16_112, BFloat16, 112)
+FEW_ROWS(few_rows_float16_48, Float16, 48)
+FEW_ROWS(few_rows_float16_56, Float16, 56)
+FEW_ROWS(few_rows_float16_64, Float16, 64)
+FEW_ROWS(few_rows_float16_112, Float16, 112)

@@ -16,6 +16,7 @@
 #include "expand.cuh"
 #if __CUDA_ARCH__ >= 900
 #include "barriers.cuh"
+#include "clusters.cuh"
 #include "expand_norm.cuh"
 #endif
 
