@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bench import report
 from deltaplane_kernels.layout import AdapterLayout, LinearSlice, PackedLinear
+from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.lora import RankPagePool
 from deltaplane_kernels.rank_pages import SliceRows, rank_pages
 
@@ -63,8 +64,8 @@ class Linears:
         def random(rows: int, columns: int) -> Tensor:
             return torch.randn(rows, columns, dtype=dtype, device="cuda").mul_(columns**-0.5)
 
-        self.weights = {
-            (layer, linear.name): random(linear.out_features, linear.in_features)
+        self.linears = {
+            (layer, linear.name): Linear(random(linear.out_features, linear.in_features))
             for layer in range(LAYERS)
             for linear in LAYOUT.linears
         }
@@ -73,11 +74,11 @@ class Linears:
 
     def run(self, num_tokens: int, pool: RankPagePool | None) -> None:
         step = pool.graph_step(num_tokens) if pool is not None else None
-        for (layer, name), weight in self.weights.items():
+        for (layer, name), linear in self.linears.items():
             x, y = self.x[name][:num_tokens], self.y[name][:num_tokens]
             if step is not None:
                 step.begin_delta(layer, name, x)
-            torch.mm(x, weight.t(), out=y)
+            linear(x, y)
             if step is not None:
                 step.add_delta(layer, name, x, y)
 

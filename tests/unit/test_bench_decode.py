@@ -115,34 +115,48 @@ def test_kernels_have_a_group_and_a_short_name(name: str, group: str, short: str
 
 
 def test_kernels_are_summed_per_step_and_come_by_group() -> None:
-    nanoseconds = {
-        "_rms_norm": [2000] * 8,
-        "_decode": [7_500_000] * 2,
-        "nvjet_a": [4_000_000] * 2,
-        "nvjet_b": [5_000_000, 3_000_000, 8_000_000],
-    }
-    spans = [Span(1000, 1000 + ns, name) for name, times in nanoseconds.items() for ns in times]
+    spans, at = [], 1000
+    for name, microseconds in (("nvjet_a", 4000), ("_rms_norm", 4), ("nvjet_b", 8000), ("_decode", 7500)):
+        for _ in range(2):
+            spans.append(Span(at, at + microseconds * 1000, name))
+            at += microseconds * 1000 + 500
     assert kernels_per_step(spans, 2) == [
-        KernelTime("products", "nvjet_b", 8.0, 1.5),
-        KernelTime("products", "nvjet_a", 4.0, 1.0),
-        KernelTime("attention", "_decode", 7.5, 1.0),
-        KernelTime("norms", "_rms_norm", 0.008, 4.0),
+        KernelTime("products", "nvjet_b", 8.0, 1.0, 8.0),
+        KernelTime("products", "nvjet_a", 4.0, 1.0, 4.0),
+        KernelTime("attention", "_decode", 7.5, 1.0, 7.5),
+        KernelTime("norms", "_rms_norm", 0.004, 1.0, 0.004),
     ]
+
+
+def test_kernels_side_by_side_count_from_the_end_of_the_one_before() -> None:
+    """One that starts early, one within it, and one after a gap."""
+    spans = [
+        Span(0, 10_000_000, "_decode"),
+        Span(4_000_000, 16_000_000, "nvjet"),
+        Span(11_000_000, 12_000_000, "shrink_bfloat16_16"),
+        Span(20_000_000, 21_000_000, "_rms_norm"),
+    ]
+    assert {kernel.name: (kernel.ms, kernel.ran_ms) for kernel in kernels_per_step(spans, 1)} == {
+        "_decode": (10.0, 10.0),
+        "shrink_bfloat16_16": (2.0, 1.0),
+        "nvjet": (4.0, 12.0),
+        "_rms_norm": (1.0, 1.0),
+    }
 
 
 def test_a_table_of_kernels_sums_groups_and_all() -> None:
     kernels = [
-        KernelTime("products", "nvjet_b", 4.0, 2.0),
-        KernelTime("products", "nvjet_a", 3.0, 1.0),
-        KernelTime("norms", "_rms_norm", 0.5, 5.0),
+        KernelTime("products", "nvjet_b", 4.0, 2.0, 5.0),
+        KernelTime("products", "nvjet_a", 3.0, 1.0, 3.0),
+        KernelTime("norms", "_rms_norm", 0.5, 5.0, 0.5),
     ]
     assert table_rows(kernels, 10.0) == [
-        ["products", "7.000", "3.0", "2333.3"],
-        ["  nvjet_b", "4.000", "2.0", "2000.0"],
+        ["products", "7.000", "3.0", "2666.7"],
+        ["  nvjet_b", "4.000", "2.0", "2500.0"],
         ["  nvjet_a", "3.000", "1.0", "3000.0"],
         ["norms", "0.500", "5.0", "100.0"],
         ["  _rms_norm", "0.500", "5.0", "100.0"],
-        ["kernels in all", "7.500", "8.0", "937.5"],
+        ["kernels in all", "7.500", "8.0", "1062.5"],
         ["of the step", "75.0 %", "", ""],
     ]
 
