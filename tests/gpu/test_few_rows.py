@@ -84,7 +84,7 @@ TILINGS = [
 
 @pytest.mark.parametrize("num_rows", [3, 11, ROWS])
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
-def test_every_tiling_gives_the_product(tiling: Tiling, num_rows: int) -> None:
+def test_every_tiling_gives_the_product_in_a_graph(tiling: Tiling, num_rows: int) -> None:
     """520 outputs are several tiles of a block, or parts of columns of the blocks of a cluster."""
     for dtype in DTYPES:
         weight, bias = random_weight((520, SPLITS[-1] * COLUMNS + 64), dtype, with_bias=True)
