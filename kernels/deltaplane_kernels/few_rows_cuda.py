@@ -49,9 +49,9 @@ X_STAGES = 4
 """Pieces of x that a block holds."""
 
 BYTES_AHEAD = 36 * 1024
-"""Of the weight that a block has on their way at once, rounded up to a whole piece: 2 to 3 times what the
-bandwidth is worth over the latency of the memory. With all that fits (150 KB) a step takes 0.15 to 0.25 ms
-more, with less than this 0.4."""
+"""Of the weight that a block has on their way at once, rounded up to a whole piece, which makes it 36 to 56
+KB: up to twice the bandwidth of a multiprocessor times the latency of the memory. With all that fits (150 KB)
+a step takes 0.15 to 0.25 ms more, with half of it 0.4."""
 
 SHARED_BYTES = 208 * 1024
 """Of a block. What it leaves of a multiprocessor's serves LoRA's shrink."""
