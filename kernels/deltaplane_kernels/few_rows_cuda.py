@@ -37,6 +37,7 @@ COLUMNS = 128
 BOX = 64
 GROUP = 8
 MAX_STAGES = 16
+BARRIERS = 65
 SUMS = 129
 
 OUTPUTS = (48, 56, 64, 112)
@@ -101,8 +102,7 @@ def plan_tiling(out_features: int, in_features: int, resident_blocks: Mapping[in
 def weight_stages(outputs: int, x_rows: int) -> int:
     """Pieces of the weight that a block's shared memory holds beside X_STAGES of x."""
     sums = outputs // GROUP * SUMS * 16
-    barriers = (4 * MAX_STAGES + 1) * 8
-    rest = SHARED_BYTES - sums - barriers - X_STAGES * x_rows * COLUMNS * 2
+    rest = SHARED_BYTES - sums - BARRIERS * 8 - X_STAGES * x_rows * COLUMNS * 2
     return min(rest // _piece_bytes(outputs), MAX_STAGES)
 
 

@@ -126,7 +126,7 @@ def constants(source: Path) -> dict[str, int]:
     + [(lora_norm_cuda, lora_cuda.SOURCE, name) for name in ("VECTOR", "MAX_CLUSTER", "MAX_THREADS")]
     + [
         (few_rows_cuda, few_rows_cuda.SOURCE, name)
-        for name in ("THREADS", "ROWS", "COLUMNS", "BOX", "GROUP", "MAX_STAGES", "SUMS")
+        for name in ("THREADS", "ROWS", "COLUMNS", "BOX", "GROUP", "MAX_STAGES", "BARRIERS", "SUMS")
     ]
     + [
         (attention_cuda, attention_cuda.SOURCE, name)

@@ -5,11 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltaplane_kernels.few_rows_cuda import (
+    BARRIERS,
     COLUMNS,
     GROUP,
     OUTPUTS,
     ROWS,
+    SHARED_BYTES,
     SPLITS,
+    SUMS,
     X_STAGES,
     Tiling,
     plan_tiling,
@@ -58,5 +61,8 @@ def test_a_tiling_covers_all_and_fits_the_gpu(
 
 @pytest.mark.parametrize("x_rows", range(GROUP, ROWS + 1, GROUP))
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_a_block_holds_enough_of_the_weight_to_copy_ahead(outputs: int, x_rows: int) -> None:
-    assert weight_stages(outputs, x_rows) >= X_STAGES
+def test_a_block_holds_enough_of_the_weight_and_no_more_than_it_may(outputs: int, x_rows: int) -> None:
+    stages = weight_stages(outputs, x_rows)
+    assert stages >= X_STAGES
+    rows = stages * outputs + X_STAGES * x_rows
+    assert 2 * COLUMNS * rows + 16 * SUMS * outputs // GROUP + 8 * BARRIERS <= SHARED_BYTES

@@ -115,16 +115,22 @@ def test_kernels_have_a_group_and_a_short_name(name: str, group: str, short: str
 
 
 def test_kernels_are_summed_per_step_and_come_by_group() -> None:
+    nanoseconds = {
+        "_rms_norm": [2000] * 8,
+        "_decode": [7_500_000] * 2,
+        "nvjet_a": [4_000_000] * 2,
+        "nvjet_b": [5_000_000, 3_000_000, 8_000_000],
+    }
     spans, at = [], 1000
-    for name, microseconds in (("nvjet_a", 4000), ("_rms_norm", 4), ("nvjet_b", 8000), ("_decode", 7500)):
-        for _ in range(2):
-            spans.append(Span(at, at + microseconds * 1000, name))
-            at += microseconds * 1000 + 500
+    for name, times in nanoseconds.items():
+        for ns in times:
+            spans.append(Span(at, at + ns, name))
+            at += ns + 500  # of nothing
     assert kernels_per_step(spans, 2) == [
-        KernelTime("products", "nvjet_b", 8.0, 1.0, 8.0),
+        KernelTime("products", "nvjet_b", 8.0, 1.5, 8.0),
         KernelTime("products", "nvjet_a", 4.0, 1.0, 4.0),
         KernelTime("attention", "_decode", 7.5, 1.0, 7.5),
-        KernelTime("norms", "_rms_norm", 0.004, 1.0, 0.004),
+        KernelTime("norms", "_rms_norm", 0.008, 4.0, 0.008),
     ]
 
 

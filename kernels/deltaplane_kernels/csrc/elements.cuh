@@ -8,6 +8,10 @@ constexpr int VECTOR = 8;           // two-byte elements in 16 bytes
 
 __device__ int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
+__device__ uint component(const uint4& v, int index) {
+    return index == 0 ? v.x : index == 1 ? v.y : index == 2 ? v.z : v.w;
+}
+
 // Programmatic dependent launch: the next kernel's blocks may start now; this kernel's inputs are complete.
 __device__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900

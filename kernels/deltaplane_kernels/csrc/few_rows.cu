@@ -24,6 +24,7 @@ constexpr int THREADS = MULTIPLYING + 2 * 32;  // of the last two warps one thre
 constexpr int ROWS = 64;              // of x, at most
 constexpr int COLUMNS = 128;          // of a piece
 constexpr int MAX_STAGES = 16;
+constexpr int BARRIERS = 4 * MAX_STAGES + 1;  // of a block: full and empty ones of two rings, and that of the sums
 constexpr int SUMS = MULTIPLYING + 1; // of GROUP outputs, 4 of a thread; the pad spreads reads over all banks
 
 // Mirrored by few_rows_cuda.FewRowLaunch.
@@ -72,7 +73,7 @@ struct Ring {
     }
 };
 
-// What a block has in shared memory.
+// What a block has in shared memory. few_rows_cuda.weight_stages counts its bytes.
 template <int OUTPUTS>
 struct Shared {
     Ring weight;                      // places of [COLUMNS / BOX][OUTPUTS][BOX]
@@ -88,11 +89,12 @@ struct Shared {
         x.place_elements = launch.x_rows * COLUMNS;
         x.places = weight.places + weight.stages * weight.place_elements;
         sums = reinterpret_cast<float4*>(x.places + x.stages * x.place_elements);
-        weight.full = reinterpret_cast<Barrier*>(sums + OUTPUTS / GROUP * SUMS);
-        weight.empty = weight.full + MAX_STAGES;
-        x.full = weight.empty + MAX_STAGES;
-        x.empty = x.full + MAX_STAGES;
-        sums_are_there = x.empty + MAX_STAGES;
+        Barrier* barriers = reinterpret_cast<Barrier*>(sums + OUTPUTS / GROUP * SUMS);
+        weight.full = barriers;
+        weight.empty = barriers + MAX_STAGES;
+        x.full = barriers + 2 * MAX_STAGES;
+        x.empty = barriers + 3 * MAX_STAGES;
+        sums_are_there = barriers + BARRIERS - 1;
     }
 };
 
@@ -170,10 +172,9 @@ __device__ void write_group(const Launch& launch, const float4* sums, int share,
     float total[2][GROUP] = {};
     if (launch.bias) {
         const uint4 bias = *reinterpret_cast<const uint4*>(static_cast<const ushort*>(launch.bias) + output);
-        const uint pairs[4] = {bias.x, bias.y, bias.z, bias.w};
 #pragma unroll
         for (int pair = 0; pair < 4; ++pair) {
-            const float2 two = Type::unpack(pairs[pair]);
+            const float2 two = Type::unpack(component(bias, pair));
             total[0][2 * pair] = total[1][2 * pair] = two.x;
             total[0][2 * pair + 1] = total[1][2 * pair + 1] = two.y;
         }
@@ -315,7 +316,7 @@ __device__ void run(const Launch& launch) {
     if (threadIdx.x == MULTIPLYING) copy_weight<OUTPUTS>(launch, shared.weight, tiles);
     if (threadIdx.x == MULTIPLYING + 32) copy_x(launch, shared.x, tiles);
     __syncwarp();
-    if (launch.splits > 1) wait_for_cluster();
+    if (launch.splits > 1) wait_for_cluster();  // as each thread does that has announced itself
 }
 
 #define FEW_ROWS(NAME, TYPE, OUTPUTS)                                                                             \

@@ -133,10 +133,6 @@ __device__ void mma_tf32(float (&d)[4], float2 low, float2 high, float b0, float
 // The part of a float that TF32 keeps.
 __device__ float tf32_part(float v) { return __uint_as_float(__float_as_uint(v) & 0xffffe000u); }
 
-__device__ uint component(const uint4& v, int index) {
-    return index == 0 ? v.x : index == 1 ? v.y : index == 2 ? v.z : v.w;
-}
-
 // Of two pairs, element by element.
 template <typename Type>
 __device__ float2 product(uint one, uint other) {

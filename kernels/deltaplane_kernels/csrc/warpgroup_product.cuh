@@ -26,86 +26,37 @@ __device__ void end_products() {
 template <typename Type, int SUMS>
 __device__ void multiply(float (&d)[SUMS], Operand rows, Operand outputs);
 
-#define MULTIPLY_48(TYPE, NAME)                                                                                  \
-    template <>                                                                                                  \
-    __device__ void multiply<TYPE>(float (&d)[24], Operand rows, Operand outputs) {                              \
-        asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n48k16.f32." NAME "." NAME " {"                            \
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
-                     "%16, %17, %18, %19, %20, %21, %22, %23}, "                                                 \
-                     "%24, %25, add, 1, 1, 0, 0;}"                                                               \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),       \
-                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]),                \
-                       "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),             \
-                       "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])                           \
-                     : "l"(rows.descriptor), "l"(outputs.descriptor)                                             \
-                     : "memory");                                                                                \
+#define SUMS_8(I)                                                                                                 \
+    "+f"(d[I]), "+f"(d[I + 1]), "+f"(d[I + 2]), "+f"(d[I + 3]), "+f"(d[I + 4]), "+f"(d[I + 5]), "+f"(d[I + 6]),   \
+        "+f"(d[I + 7])
+
+// REGISTERS: places of the sums among the operands; DESCRIPTORS: of the two after them. The rest are the sums.
+#define MULTIPLY(TYPE, NAME, SUMS, OUTPUTS, REGISTERS, DESCRIPTORS, ...)                                          \
+    template <>                                                                                                   \
+    __device__ void multiply<TYPE>(float (&d)[SUMS], Operand rows, Operand outputs) {                             \
+        asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n" OUTPUTS "k16.f32." NAME "." NAME " "                     \
+                     "{" REGISTERS "}, " DESCRIPTORS ", add, 1, 1, 0, 0;}"                                        \
+                     : __VA_ARGS__                                                                                \
+                     : "l"(rows.descriptor), "l"(outputs.descriptor)                                              \
+                     : "memory");                                                                                 \
     }
 
-#define MULTIPLY_56(TYPE, NAME)                                                                                  \
-    template <>                                                                                                  \
-    __device__ void multiply<TYPE>(float (&d)[28], Operand rows, Operand outputs) {                              \
-        asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n56k16.f32." NAME "." NAME " {"                            \
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27}, "                             \
-                     "%28, %29, add, 1, 1, 0, 0;}"                                                               \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),       \
-                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]),                \
-                       "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),             \
-                       "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),             \
-                       "+f"(d[25]), "+f"(d[26]), "+f"(d[27])                                                     \
-                     : "l"(rows.descriptor), "l"(outputs.descriptor)                                             \
-                     : "memory");                                                                                \
-    }
+#define MULTIPLY_BOTH(...)                                                                                        \
+    MULTIPLY(BFloat16, "bf16", __VA_ARGS__)                                                                       \
+    MULTIPLY(Float16, "f16", __VA_ARGS__)
 
-#define MULTIPLY_64(TYPE, NAME)                                                                                  \
-    template <>                                                                                                  \
-    __device__ void multiply<TYPE>(float (&d)[32], Operand rows, Operand outputs) {                              \
-        asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." NAME "." NAME " {"                            \
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "         \
-                     "%32, %33, add, 1, 1, 0, 0;}"                                                               \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),       \
-                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]),                \
-                       "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),             \
-                       "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),             \
-                       "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),             \
-                       "+f"(d[31])                                                                               \
-                     : "l"(rows.descriptor), "l"(outputs.descriptor)                                             \
-                     : "memory");                                                                                \
-    }
+#define REGISTERS_24                                                                                              \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define REGISTERS_28 REGISTERS_24 ", %24, %25, %26, %27"
+#define REGISTERS_32 REGISTERS_28 ", %28, %29, %30, %31"
+#define REGISTERS_56                                                                                              \
+    REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "   \
+                 "%50, %51, %52, %53, %54, %55"
 
-#define MULTIPLY_112(TYPE, NAME)                                                                                 \
-    template <>                                                                                                  \
-    __device__ void multiply<TYPE>(float (&d)[56], Operand rows, Operand outputs) {                              \
-        asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;\n"                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n112k16.f32." NAME "." NAME " {"                           \
-                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "          \
-                     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "          \
-                     "%48, %49, %50, %51, %52, %53, %54, %55}, "                                                 \
-                     "%56, %57, add, 1, 1, 0, 0;}"                                                               \
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),       \
-                       "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]),                \
-                       "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),             \
-                       "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),             \
-                       "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),             \
-                       "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]),             \
-                       "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),             \
-                       "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),             \
-                       "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),             \
-                       "+f"(d[55])                                                                               \
-                     : "l"(rows.descriptor), "l"(outputs.descriptor)                                             \
-                     : "memory");                                                                                \
-    }
-
-MULTIPLY_48(BFloat16, "bf16")
-MULTIPLY_48(Float16, "f16")
-MULTIPLY_56(BFloat16, "bf16")
-MULTIPLY_56(Float16, "f16")
-MULTIPLY_64(BFloat16, "bf16")
-MULTIPLY_64(Float16, "f16")
-MULTIPLY_112(BFloat16, "bf16")
-MULTIPLY_112(Float16, "f16")
+MULTIPLY_BOTH(24, "48", REGISTERS_24, "%24, %25", SUMS_8(0), SUMS_8(8), SUMS_8(16))
+MULTIPLY_BOTH(28, "56", REGISTERS_28, "%28, %29", SUMS_8(0), SUMS_8(8), SUMS_8(16), "+f"(d[24]), "+f"(d[25]),
+              "+f"(d[26]), "+f"(d[27]))
+MULTIPLY_BOTH(32, "64", REGISTERS_32, "%32, %33", SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24))
+MULTIPLY_BOTH(56, "112", REGISTERS_56, "%56, %57", SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24), SUMS_8(32),
+              SUMS_8(40), SUMS_8(48))
