@@ -13,6 +13,21 @@ STAGED_STEPS = 4
 T = TypeVar("T")
 
 
+def copy_to_device(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+    """Begins to copy pinned memory to a GPU, from address to address.
+
+    For many copies by one thread, which a tensor's copy_ would keep busy. Errors: KernelError.
+    """
+    from cuda.bindings import driver
+
+    from deltaplane_kernels.cuda_module import check
+
+    stream.query()  # makes torch's context the thread's own
+    (status,) = driver.cuMemcpyHtoDAsync(target, source, num_bytes, driver.CUstream(stream.cuda_stream))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        check(status, f"copying {num_bytes} bytes to {stream.device}")
+
+
 class LoadStream:
     """A stream for loads, which may come from any thread, one at a time. No other stream waits for it, and no
     lock is held that a step takes."""

@@ -1,26 +1,30 @@
 """Fills tensors with parts of files: many readers at once, and copies to a GPU at the speed of its bus.
 
-    file --preadv, several threads--> pinned buffer --copy stream--> the tensor, cast on its device
+    file --preadv, several readers--> pinned buffer --a sender, copy stream--> the tensor, cast on its device
 
 There are two pinned buffers for each reader, which go round: while one is copied, the reader fills another.
 The bytes are read straight into them, without the page faults of a mapped file, and no second copy of a
-tensor arises. ServerlessLLM (Fu et al., 2024) loads checkpoints on the same lines.
+tensor arises. Readers only read: one thread asks for all copies. ServerlessLLM (Fu et al., 2024) loads
+checkpoints on the same lines.
 """
 
 import os
-import queue
 import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_kernels.cuda_copies import copy_to_device
 from deltaplane_server.pinned_memory import PinnedMemory
 
-BUFFER_BYTES = 8 << 20
+BUFFER_BYTES = 4 << 20
 """Long enough for the full speed of the bus, short enough that what is read stays in a core's cache."""
 
 MAX_READERS = 8
@@ -57,12 +61,19 @@ class Upload:
         self._memory: PinnedMemory | None = PinnedMemory(
             2 * num_readers * buffer_bytes, pin=device.type == "cuda"
         )
-        self._buffers: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._wanted: SimpleQueue[_Piece | None] = SimpleQueue()
+        self._empty: SimpleQueue[_Buffer] = SimpleQueue()
+        self._full: SimpleQueue[tuple[_Piece, _Buffer] | None] = SimpleQueue()
         for part in torch.split(self._memory.bytes, buffer_bytes):
-            self._buffers.put(_Buffer(part, self._stream))
-        self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="weights-reader")
-        self._pieces: list[Future[None]] = []
+            self._empty.put(_Buffer(part, self._stream))
+        self._error: Exception | None = None
         self._files: dict[Path, int] = {}
+        self._readers = [
+            Thread(target=self._read, name=f"weights-reader-{i}", daemon=True) for i in range(num_readers)
+        ]
+        self._sender = Thread(target=self._send, name="weights-sender", daemon=True)
+        for thread in (*self._readers, self._sender):
+            thread.start()
 
     def fill(self, target: Tensor, source: TensorBytes) -> None:
         """Begins to fill `target`, contiguous and of the source's shape; returns before it is filled.
@@ -73,32 +84,33 @@ class Upload:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         file = self._open(source.file)
         itemsize = source.dtype.itemsize
-        offset = source.offset
-        for part in torch.split(target.view(-1), self._buffer_bytes // itemsize):
-            piece = _Piece(source.file, file, offset, source.dtype, part)
-            self._pieces.append(self._readers.submit(self._move, piece))
-            offset += piece.num_bytes
-        self.num_bytes += offset - source.offset
+        length = self._buffer_bytes // itemsize
+        for begin in range(0, target.numel(), length):
+            end = min(begin + length, target.numel())
+            offset = source.offset + begin * itemsize
+            self._wanted.put(_Piece(source, file, offset, (end - begin) * itemsize, target, begin, end))
+        self.num_bytes += target.numel() * itemsize
 
     def finish(self) -> None:
         """Returns when all targets are filled, and lets go of threads, buffers and files.
 
         Errors: InvalidArgumentError where a file cannot be read; then the targets are worth nothing.
         """
-        try:
-            done, _ = wait(self._pieces, return_when=FIRST_EXCEPTION)
-            for piece in done:
-                piece.result()
-        finally:
-            self._readers.shutdown(cancel_futures=True)
-            if self._stream is not None:
-                self._stream.synchronize()
-            for file in self._files.values():
-                os.close(file)
-            self._files.clear()
-            self._pieces.clear()
-            self._buffers = queue.SimpleQueue()
-            self._memory = None
+        for _ in self._readers:
+            self._wanted.put(None)
+        for reader in self._readers:
+            reader.join()
+        self._full.put(None)
+        self._sender.join()
+        if self._stream is not None:
+            self._stream.synchronize()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self._empty = SimpleQueue()
+        self._memory = None
+        if self._error is not None:
+            raise self._error
 
     def _open(self, path: Path) -> int:
         if path not in self._files:
@@ -108,43 +120,55 @@ class Upload:
                 raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
         return self._files[path]
 
-    def _move(self, piece: "_Piece") -> None:
-        """On a reader's thread. The buffers go round: the first in the queue has been on its way longest."""
-        buffer = self._buffers.get()
-        try:
-            buffer.wait()
-            piece.read_into(buffer.view[: piece.num_bytes])
-            buffer.send(piece)
+    def _read(self) -> None:
+        """A reader. After an error, of whichever thread, pieces are let go as they are."""
+        for piece in iter(self._wanted.get, None):
+            buffer = self._empty.get()
+            try:
+                if self._error is None:
+                    piece.read_into(buffer.view[: piece.num_bytes])
+            except Exception as error:
+                self._error = error
+            self._full.put((piece, buffer))
+
+    def _send(self) -> None:
+        """The sender. Half of the buffers may be on their way; the other half is the readers'."""
+        on_their_way: deque[_Buffer] = deque()
+        for piece, buffer in iter(self._full.get, None):
+            on_their_way.append(buffer)
+            try:
+                if self._error is None:
+                    buffer.send(piece)
+                if len(on_their_way) > len(self._readers):
+                    on_their_way[0].wait()
+            except Exception as error:
+                self._error = error
+            if len(on_their_way) > len(self._readers):
+                self._empty.put(on_their_way.popleft())
             self.seconds = time.monotonic() - self._begun
-        finally:
-            self._buffers.put(buffer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A part of a target, flat, and the bytes of the file that belong there."""
+class _Piece(NamedTuple):
+    """Elements begin to end of a target, and the bytes of the file that belong there."""
 
-    path: Path
+    source: TensorBytes
     file: int
     offset: int
-    dtype: torch.dtype
+    num_bytes: int
     target: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.target.numel() * self.dtype.itemsize
+    begin: int
+    end: int
 
     def read_into(self, view: memoryview) -> None:
-        filled = 0
+        path, filled = self.source.file, 0
         while filled < len(view):
             try:
                 count = os.preadv(self.file, [view[filled:]], self.offset + filled)
             except OSError as error:
-                raise InvalidArgumentError(f"{self.path} cannot be read: {error.strerror}") from error
+                raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
             if not count:
                 raise InvalidArgumentError(
-                    f"{self.path} cannot be read: it ends {len(view) - filled} bytes early; "
-                    "fetch the model again"
+                    f"{path} cannot be read: it ends {len(view) - filled} bytes early; fetch the model again"
                 )
             filled += count
 
@@ -154,6 +178,7 @@ class _Buffer:
 
     def __init__(self, memory: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._bytes = memory
+        self._address = memory.data_ptr()
         self.view: memoryview = self._bytes.numpy().data
         self._stream = stream
         self._sent = torch.cuda.Event(blocking=True) if stream is not None else None  # type: ignore[no-untyped-call]
@@ -164,12 +189,19 @@ class _Buffer:
 
     def send(self, piece: _Piece) -> None:
         """Copies what was read to its target. A GPU casts itself: the bus carries the file's own bytes."""
-        data = self._bytes[: piece.num_bytes].view(piece.dtype)
+        target = piece.target
         if self._stream is None or self._sent is None:
-            piece.target.copy_(data)
+            self._cast(piece)
             return
-        with torch.cuda.stream(self._stream):
-            if data.dtype != piece.target.dtype:
-                data = data.to(piece.target.device, non_blocking=True)
-            piece.target.copy_(data, non_blocking=True)
-            self._sent.record(self._stream)
+        if piece.source.dtype == target.dtype:
+            address = target.data_ptr() + piece.begin * target.element_size()
+            copy_to_device(address, self._address, piece.num_bytes, self._stream)
+        else:
+            with torch.cuda.stream(self._stream):
+                self._cast(piece)
+        self._sent.record(self._stream)
+
+    def _cast(self, piece: _Piece) -> None:
+        data = self._bytes[: piece.num_bytes].view(piece.source.dtype)
+        data = data.to(piece.target.device, non_blocking=True)
+        piece.target.view(-1)[piece.begin : piece.end].copy_(data, non_blocking=True)
