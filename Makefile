@@ -21,7 +21,7 @@ GPU_PYTHON ?= python3
 SANITIZER ?= compute-sanitizer
 # The kernels of csrc/, and the tests that launch them. cuBLAS's and torch's own are left out.
 CUDA_KERNELS := regex=^(shrink|expand|few_rows|decode)_
-CUDA_TESTS ?= $(addprefix tests/gpu/test_,lora.py fused_norms.py few_rows.py attention.py)
+CUDA_TESTS ?= $(addprefix tests/gpu/test_,lora.py lora_beside_products.py fused_norms.py few_rows.py attention.py)
 GPU_ENV = PYTHONPATH=$(CURDIR)/clients/python:$(CURDIR)/controlplane:$(CURDIR)/kernels:$(CURDIR)/server:$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}
 # Debian's Go libraries are a GOPATH, without modules; a link puts this tree on one too.
 GOPATH_LINK := build/gopath/src/github.com/deltaplane/deltaplane
@@ -104,13 +104,13 @@ gpu-test: gpu-ready
 
 # memcheck sees the end of a tensor where each has memory of its own, with which nothing can be captured; so the tests
 # of graphs run a second time as they are. Errors of calls are the driver's answers to what libraries look for. cuBLAS's
-# kernels do not run under racecheck, and so not the test that compares with them.
+# kernels do not run under racecheck, and so not the tests that launch them too.
 gpu-sanitize: SANITIZE = $(GPU_ENV) $(SANITIZER) --report-api-errors no --error-exitcode 1 \
 	--kernel-name '$(CUDA_KERNELS)' --tool
 gpu-sanitize: gpu-ready
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) memcheck $(GPU_PYTHON) -m pytest -k "not graph" -W default $(CUDA_TESTS)
 	$(SANITIZE) memcheck $(GPU_PYTHON) -m pytest -k graph -W default $(CUDA_TESTS)
-	$(SANITIZE) racecheck $(GPU_PYTHON) -m pytest -k "not linears_take" -W default $(CUDA_TESTS)
+	$(SANITIZE) racecheck $(GPU_PYTHON) -m pytest -k "not linears_take and not beside_products" -W default $(CUDA_TESTS)
 
 gpu-bench: gpu-ready
 	@set -e; for bench in $(GPU_BENCHES); do \

@@ -76,11 +76,10 @@ class Linears:
         step = pool.graph_step(num_tokens) if pool is not None else None
         for (layer, name), linear in self.linears.items():
             x, y = self.x[name][:num_tokens], self.y[name][:num_tokens]
-            if step is not None:
-                step.begin_delta(layer, name, x)
-            linear(x, y)
-            if step is not None:
-                step.add_delta(layer, name, x, y)
+            if step is None:
+                linear(x, y)
+            else:
+                step.add_delta(layer, name, x, step.base_product(layer, name, x, linear))
 
 
 def filled_pool(dtype: torch.dtype, rank: int, max_tokens: int) -> RankPagePool:

@@ -5,6 +5,7 @@ the rounding of y alone may cost.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,6 +70,21 @@ def filled_pool(
         pool.load(slot, pages, host.pin_memory(), adapter.rows)
     pool.check_integrity()
     return pool
+
+
+@dataclass(frozen=True)
+class CopiedProduct:
+    """Stands for a base product that cannot tell when its x is there."""
+
+    y: Tensor
+    result: Tensor
+
+    def can_announce(self, num_rows: int) -> bool:
+        return False
+
+    def __call__(self, x: Tensor, *, x_is_there: Tensor | None = None) -> Tensor:
+        assert x_is_there is None
+        return self.y.copy_(self.result)
 
 
 def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -28,7 +28,7 @@ from deltaplane_kernels import (
 )
 from deltaplane_kernels.attention import AttentionPlan, KVLayout, TokenRun
 from deltaplane_kernels.attention_index import build_index
-from deltaplane_kernels.linear import Linear
+from deltaplane_kernels.linear import BaseProduct, Linear
 from deltaplane_kernels.lora_segments import Segments
 from deltaplane_kernels.norm import NormWeight
 from deltaplane_kernels.sampling import Draws
@@ -184,8 +184,8 @@ class TablePool:
 class TableStep:
     side: SideStep | None
 
-    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
-        pass
+    def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
+        return base(x)
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         pass

@@ -47,13 +47,10 @@ class CudaModule:
         self._shared_bytes: dict[str, int] = {}
         check(status, f"loading {len(cubin)} bytes of machine code on {device}")
 
-    def kernel(
-        self, name: str, block: int, *, shared_bytes: int = 0, overlaps: bool = True, cluster: int = 1
-    ) -> "CudaKernel":
+    def kernel(self, name: str, block: int, *, shared_bytes: int = 0, cluster: int = 1) -> "CudaKernel":
         """An extern "C" kernel of the module, launched with `block` threads a block.
 
         shared_bytes: of shared memory for a block, beside what the kernel declares.
-        overlaps: see CudaKernel; GPUs before compute capability 9 start each kernel after the one ahead.
         cluster: blocks that run side by side and reach each other's shared memory, 8 at most; more than 1
             need compute capability 9.
         """
@@ -65,7 +62,7 @@ class CudaModule:
             (status,) = driver.cuFuncSetAttribute(function, attribute, shared_bytes)
             check(status, f"{shared_bytes} bytes of shared memory for kernel {name}")
         attributes = []
-        if overlaps and self._properties.major >= 9:
+        if self._properties.major >= 9:
             attributes.append(_programmatic_launch())
         if cluster > 1:
             attributes.append(_clusters_of(cluster))
@@ -88,9 +85,9 @@ class CudaKernel:
     """A kernel that takes one structure by value.
 
     resident_blocks: blocks that the GPU holds at once.
-    attributes: of each launch. One that overlaps may start before the kernel ahead of it in the stream has
-        ended (programmatic dependent launch). The kernel itself waits for that one (griddepcontrol.wait)
-        before it touches what that one reads or writes.
+    attributes: of each launch. From compute capability 9 on a kernel may start before those ahead of it, in
+        its stream or joined by events in a graph, have ended (programmatic dependent launch). The kernel
+        itself waits for them (griddepcontrol.wait) before it touches what they read or write.
     """
 
     def __init__(

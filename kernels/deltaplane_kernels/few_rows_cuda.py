@@ -4,7 +4,7 @@ At few rows a step is bound by its weights, which are read once, and by what sta
 them. So the kernel asks for its weight before the kernel ahead of it has ended (programmatic dependent
 launch), by bulk tensor copies, as the large tiles of cuBLAS do; and it asks for no more at once than keeps
 the memory busy, as more would make the small kernels between two products wait behind it. It leaves registers
-and shared memory for the shrink of LoRA, which runs beside it.
+and shared memory for LoRA's shrink, which runs beside it, and for a block of the expand that comes next.
 
 The two numbers, for T rows in two-byte types: 2 in out bytes, at 4.26 TB/s on an H200; 2 T in out operations
 on tensor cores, a quarter of that time at 64 rows. A decode step of Llama-3-8B takes 4.05 ms with 1 row and
@@ -55,7 +55,7 @@ KB: up to twice the bandwidth of a multiprocessor times the latency of the memor
 a step takes 0.15 to 0.25 ms more, with half of it 0.4."""
 
 SHARED_BYTES = 208 * 1024
-"""Of a block. What it leaves of a multiprocessor's serves LoRA's shrink."""
+"""Of a block. What it leaves of a multiprocessor's serves LoRA's shrink and expand."""
 
 MAX_OUTPUTS = 32768
 """For more, cuBLAS is as fast."""
@@ -117,6 +117,7 @@ class FewRowLaunch(ctypes.Structure):
         ("weight", TensorMap),
         ("x", TensorMap),
         ("bias", ctypes.c_void_p),
+        ("x_is_there", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("y_pitch", ctypes.c_longlong),
         ("num_rows", ctypes.c_int),
@@ -127,7 +128,6 @@ class FewRowLaunch(ctypes.Structure):
         ("weight_stages", ctypes.c_int),
         ("x_stages", ctypes.c_int),
         ("weight_ahead", ctypes.c_int),
-        ("to_alignment", ctypes.c_byte * 8),  # of TensorMap
     ]
 
 
@@ -147,10 +147,11 @@ class FewRowLinear:
         self._kernel = kernels[self._tiling.outputs, self._tiling.splits]
         self._weight_map = tensor_map(weight, self._tiling.outputs, COLUMNS, BOX)
 
-    def __call__(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None, x_is_there: Tensor | None = None) -> Tensor:
         """x: [T, K]. Returns [T, N]: `out`, or a new tensor where that is None.
 
         x, out: of neighbouring elements in a row; rows start at multiples of 16 bytes.
+        x_is_there: [1], int32, set to 1 as soon as the kernels ahead of this one have ended.
         Errors: KernelError.
         """
         outputs = self._tiling.outputs
@@ -162,6 +163,7 @@ class FewRowLinear:
             weight=self._weight_map,
             x=tensor_map(x, x_rows, COLUMNS, BOX),
             bias=None if self._bias is None else self._bias.data_ptr(),
+            x_is_there=None if x_is_there is None else x_is_there.data_ptr(),
             y=y.data_ptr(),
             y_pitch=y.stride(0),
             num_rows=len(x),

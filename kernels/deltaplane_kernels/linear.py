@@ -1,6 +1,6 @@
 """The dense product of a decoder with a frozen weight."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,18 @@ _LT_ROWS = range(33, 129)
 """Rows of x for which cuBLASLt is taken instead of cuBLAS, which choose among the same kernels differently.
 On an H200 a decode step of Llama-3-8B in bfloat16 takes 5.07 ms instead of 5.26 with 64 rows, 6.14 instead of
 6.23 with 128, but 4.84 instead of 4.78 with 16; with 1 and with 256 they are equal."""
+
+
+class BaseProduct(Protocol):
+    """What LoRA is told of the product that it adds to; a Linear is one."""
+
+    def can_announce(self, num_rows: int) -> bool:
+        """See Linear.can_announce."""
+        ...
+
+    def __call__(self, x: Tensor, *, x_is_there: Tensor | None = None) -> Tensor:
+        """See Linear.__call__."""
+        ...
 
 
 class Linear:
@@ -46,18 +58,26 @@ class Linear:
         self._weight = _block(weight) if self._blocked else weight
         self._few_rows = _few_row_linear(weight, bias) if weight.is_cuda else None
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def can_announce(self, num_rows: int) -> bool:
+        """Whether __call__ would tell when its x is there: the kernel of few rows does, in graphs."""
+        few_rows = self._few_rows
+        if few_rows is None or num_rows > few_rows.max_rows:
+            return False
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, x_is_there: Tensor | None = None) -> Tensor:
         """x: [T, K]. Returns [T, N]: `out`, or a new tensor where that is None.
 
+        x_is_there: [1], int32, set to 1 as soon as the kernels ahead of this one have ended, where it
+            can_announce() that. What is launched behind it may then wait for that instead of its end.
         On a GPU this sets torch's preferred BLAS library for the whole process.
         """
         if self._blocked:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return cast(Tensor, y) if out is None else out.copy_(y)
         if x.is_cuda:
-            few_rows = self._few_rows
-            if few_rows and len(x) <= few_rows.max_rows and torch.cuda.is_current_stream_capturing():
-                return few_rows(x, out)
+            if self._few_rows and self.can_announce(len(x)):
+                return self._few_rows(x, out, x_is_there)
             torch.backends.cuda.preferred_blas_library("cublaslt" if len(x) in _LT_ROWS else "cublas")
         if out is None:
             return F.linear(x, self._weight, self.bias)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout
+from deltaplane_kernels.linear import BaseProduct
 from deltaplane_kernels.lora_segments import (
     MAX_BLEND_ROWS,
     Blend,
@@ -73,8 +74,8 @@ class _Group:
 class StepDeltas(Protocol):
     """The deltas of one step's rows, where they are computed."""
 
-    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
-        """See LoraStep.begin_delta."""
+    def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
+        """See LoraStep.base_product."""
         ...
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
@@ -99,16 +100,15 @@ class LoraStep:
         self.side = side
         self._deltas = deltas
 
-    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
-        """Announces add_delta of the same layer, linear and x, which must be the next call of this step.
+    def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
+        """base(x), where add_delta of the same layer, linear and x is the next call of this step.
 
-        In a CUDA graph x A^T is then computed beside what is done in between, the base product as a rule.
-        On a CPU nothing is done before add_delta.
-        Errors: as add_delta.
+        In a CUDA graph x A^T is computed beside it. On a CPU nothing is done before add_delta.
+        Errors: as add_delta; RuntimeError where the next call is another one.
         """
         if len(x) != self.num_tokens:
             raise ValueError(f"a step of {self.num_tokens} tokens got x of {len(x)} rows")
-        self._deltas.begin_delta(layer, linear, x)
+        return self._deltas.base_product(layer, linear, x, base)
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """Adds the deltas of packed linear `linear` ("qkv_proj") of `layer` to y [T, out] in place.
@@ -144,8 +144,8 @@ class _TorchDeltas:
 
     groups: Sequence[_Group]
 
-    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
-        pass
+    def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
+        return base(x)
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         for group in self.groups:

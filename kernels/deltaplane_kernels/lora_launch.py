@@ -20,6 +20,7 @@ class Launch(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("step", ctypes.c_void_p),
+        ("x_is_there", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("page_stride", ctypes.c_longlong),
         ("x_pitch", ctypes.c_longlong),

@@ -51,11 +51,7 @@ class ExpandAddRmsNorm:
         widths: outputs of each linear of one slice; those above MAX_WIDTH are left out."""
         self._widths = {linear: width for linear, width in widths.items() if width <= MAX_WIDTH}
         clusters = {plan_cluster(rows, width) for width in self._widths.values() for rows in (1, MAX_ROWS)}
-        self._kernels = {
-            (cluster, joined): _kernel(module, dtype, cluster, joined)
-            for cluster in clusters
-            for joined in (False, True)
-        }
+        self._kernels = {cluster: _kernel(module, dtype, cluster) for cluster in clusters}
 
     def takes(self, linear: str, num_rows: int) -> bool:
         return linear in self._widths and num_rows <= MAX_ROWS
@@ -67,14 +63,12 @@ class ExpandAddRmsNorm:
         weight: NormWeight,
         eps: float,
         *,
-        joined: bool,
         stream: int,
         operands: Callable[[], str],
     ) -> Tensor:
         """Starts a cluster for each row of `residual`; returns the norm.
 
         op: with all that expand reads.
-        joined: whether shrink ran beside the base product, so that this is behind two kernels.
         Errors: RuntimeError where weight does not fit; KernelError.
         """
         num_rows, width = residual.shape
@@ -89,14 +83,12 @@ class ExpandAddRmsNorm:
             eps=eps,
         )
         _set_weight(launch, weight, residual)
-        self._kernels[cluster, joined].launch(num_rows * cluster.blocks, stream, launch, operands)
+        self._kernels[cluster].launch(num_rows * cluster.blocks, stream, launch, operands)
         return out
 
 
-def _kernel(module: CudaModule, dtype: str, cluster: Cluster, joined: bool) -> CudaKernel:
-    return module.kernel(
-        f"expand_add_rms_norm_{dtype}", cluster.threads, overlaps=not joined, cluster=cluster.blocks
-    )
+def _kernel(module: CudaModule, dtype: str, cluster: Cluster) -> CudaKernel:
+    return module.kernel(f"expand_add_rms_norm_{dtype}", cluster.threads, cluster=cluster.blocks)
 
 
 def _set_weight(launch: NormLaunch, weight: NormWeight, residual: Tensor) -> None:

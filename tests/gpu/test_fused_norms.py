@@ -17,6 +17,7 @@ from gpu_lora_pools import (
     MAX_BLENDS,
     MEMBERS,
     TOLERANCES,
+    CopiedProduct,
     filled_pool,
     make_adapters,
     random_rows,
@@ -217,9 +218,11 @@ def test_a_graph_serves_other_mixes_than_at_capture(
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        product = CopiedProduct(operands.y, given.y)
         if begun:
-            step.begin_delta(1, linear, operands.x)
-        operands.y.copy_(given.y)
+            step.base_product(1, linear, operands.x, product)
+        else:
+            product(operands.x)
         out = operands.fused(step, 1, linear)
     for seed, (mix, batch) in enumerate(
         [("distinct", num_rows), ("zipf", num_rows), ("identical", num_rows), ("uniform", num_rows - 5)]

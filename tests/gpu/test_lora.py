@@ -16,6 +16,7 @@ from gpu_lora_pools import (
     MAX_TOKENS,
     MEMBERS,
     TOLERANCES,
+    CopiedProduct,
     filled_pool,
     make_adapters,
     random_rows,
@@ -235,9 +236,11 @@ def test_a_graph_serves_other_mixes_than_at_capture(
     with torch.cuda.graph(graph):
         for linear in SMALL.linears:
             name = linear.name
+            product = CopiedProduct(y[name], base[name])
             if begun:
-                step.begin_delta(1, name, x[name])
-            y[name].copy_(base[name])
+                step.base_product(1, name, x[name], product)
+            else:
+                product(x[name])
             step.add_delta(1, name, x[name], y[name])
     for seed, (mix, batch) in enumerate(
         [("distinct", num_rows), ("zipf", num_rows), ("identical", num_rows), ("uniform", num_rows - 5)]
@@ -258,8 +261,10 @@ def test_a_graph_serves_other_mixes_than_at_capture(
             check_output(adapters, padded, 1, linear, inputs[name], before[name], y[name].cpu())
 
 
-def test_a_delta_that_was_begun_is_that_of_its_own_linear(small: tuple[RankPagePool, list[Adapter]]) -> None:
-    """Outside a graph; a delta that was begun and never added, as where a step failed, leaves no trace."""
+def test_a_delta_that_was_announced_is_that_of_its_own_linear(
+    small: tuple[RankPagePool, list[Adapter]],
+) -> None:
+    """Outside a graph; one that was announced and never added, as where a step failed, leaves no trace."""
     pool, adapters = small
     segments = make_mix("uniform", 16, len(adapters), seed=3)
     step = pool.step(segments)
@@ -270,10 +275,35 @@ def test_a_delta_that_was_begun_is_that_of_its_own_linear(small: tuple[RankPageP
             y = random_rows(16, linear.out_features, pool.pages.dtype, seed=begun + 50)
             result = y.cuda()
             other = SMALL.linears[begun]
-            step.begin_delta(0, other.name, random_rows(16, other.in_features, x.dtype, seed=9).cuda())
-            step.begin_delta(1, linear.name, x)
+            other_x = random_rows(16, other.in_features, x.dtype, seed=9).cuda()
+            step.base_product(0, other.name, other_x, CopiedProduct(result, y.cuda()))
+            step.base_product(1, linear.name, x, CopiedProduct(result, y.cuda()))
             step.add_delta(1, linear.name, x, result)
             check_output(adapters, segments, 1, linear, x.cpu(), y, result.cpu())
+
+
+def test_a_graph_takes_the_announced_delta_alone(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    pool, _ = small
+    assert pool.step([(0, 16)]) is not None
+    step = pool.graph_step(16)
+    x = {
+        linear.name: random_rows(16, linear.in_features, pool.pages.dtype, 1).cuda()
+        for linear in SMALL.linears
+    }
+    y = {
+        linear.name: random_rows(16, linear.out_features, pool.pages.dtype, 2).cuda()
+        for linear in SMALL.linears
+    }
+    begun = CopiedProduct(y["o_proj"], y["o_proj"].clone())
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step.base_product(1, "o_proj", x["o_proj"], begun)
+        with pytest.raises(RuntimeError, match="goes on without add_delta of o_proj of layer 1"):
+            step.base_product(1, "o_proj", x["o_proj"], begun)
+        step.add_delta(1, "o_proj", x["o_proj"], y["o_proj"])
+        step.base_product(1, "o_proj", x["o_proj"], begun)
+        with pytest.raises(RuntimeError, match="down_proj of layer 1 where that of o_proj of layer 1"):
+            step.add_delta(1, "down_proj", x["down_proj"], y["down_proj"])
+        step.add_delta(1, "o_proj", x["o_proj"], y["o_proj"])
 
 
 def test_steps_in_a_row_each_see_their_own_mix(small: tuple[RankPagePool, list[Adapter]]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaplane_kernels.layout import AdapterLayout
+from deltaplane_kernels.linear import Linear
 from deltaplane_kernels.lora import LONG_RUN, RankPagePool
 from deltaplane_kernels.lora_segments import Blend, Segments
 from deltaplane_kernels.norm import add_rms_norm
@@ -343,7 +344,7 @@ def test_rows_that_do_not_fit_the_step_are_refused(pool: RankPagePool) -> None:
     with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows and y of 2"):
         step.add_delta_rms_norm(0, "o_proj", x, y[:2], y[:2], y[0], 1e-5)
     with pytest.raises(ValueError, match="a step of 2 tokens got x of 3 rows"):
-        step.begin_delta(0, "o_proj", x)
+        step.base_product(0, "o_proj", x, Linear(torch.zeros(8, x.shape[1])))
 
 
 @pytest.mark.parametrize(

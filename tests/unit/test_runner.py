@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from deltaplane_kernels.linear import BaseProduct
 from deltaplane_kernels.lora_segments import Segments, Slots
 from deltaplane_server.execution.kv_cache import KVCache
 from deltaplane_server.execution.runner import ModelRunner
@@ -378,8 +379,8 @@ class ShiftingPool(KernelByKernel):
         self.segments.append(list(segments))
         return self if any(slot != NO_SLOT for slot, _ in segments) else None
 
-    def begin_delta(self, layer: int, linear: str, x: torch.Tensor) -> None:
-        pass
+    def base_product(self, layer: int, linear: str, x: torch.Tensor, base: BaseProduct) -> torch.Tensor:
+        return base(x)
 
     def add_delta(self, layer: int, linear: str, x: torch.Tensor, y: torch.Tensor) -> None:
         self.calls.append((layer, linear, x.shape[1], y.shape[1]))

@@ -25,6 +25,22 @@ __device__ void wait_for_previous_kernel() {
 #endif
 }
 
+// A kernel tells one that runs beside it that all kernels ahead of both have ended: what they wrote is there.
+__device__ void announce(int* flag) {
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" :: "l"(flag) : "memory");
+}
+
+// By all threads of a block.
+__device__ void await_announcement(const int* flag) {
+    if (threadIdx.x == 0) {
+        for (int announced = 0; !announced;) {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(announced) : "l"(flag) : "memory");
+            if (!announced) __nanosleep(100);
+        }
+    }
+    __syncthreads();
+}
+
 struct BFloat16 {
     static __device__ float2 unpack(uint pair) {
         return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};

@@ -457,15 +457,23 @@ __device__ void for_each_tile(const Launch& launch, const Range& items, Work wor
     }
 }
 
-// Tiles of several rows, then those of one: in one loop both would want their registers at once.
+// For the next base product. Shrink and the product have ended.
+__device__ void take_back_announcement(const Launch& launch) {
+    if (launch.x_is_there && blockIdx.x == 0 && threadIdx.x == 0) *launch.x_is_there = 0;
+}
+
+// Tiles of several rows, then those of one: in one loop both would want their registers at once. In shared memory they
+// have the same place, or else no block would fit beside one of the base product (few_rows.cu).
 template <typename Type>
 __device__ void expand(const Launch& launch) {
     __shared__ Shrunk shrunk;
-    __shared__ RowOfShrunk rows_of_shrunk[WARPS];
+    RowOfShrunk* rows_of_shrunk = reinterpret_cast<RowOfShrunk*>(shrunk);
+    static_assert(sizeof(Shrunk) >= WARPS * sizeof(RowOfShrunk), "a row for each warp");
     const Range items = items_of_block(launch);
     for_each_tile(launch, items, [&](const Tile& tile, const Range& own) {
         if (tile.count > 1) expand_tile<Type>(launch, tile, own, shrunk);
     });
+    __syncthreads();
     for_each_tile(launch, items, [&](const Tile& tile, const Range& own) {
         if (tile.count > 1) return;
         expand_row<Type>(launch, tile, part_of_warp(own), rows_of_shrunk[threadIdx.x / 32]);

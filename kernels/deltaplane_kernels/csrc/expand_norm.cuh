@@ -165,4 +165,5 @@ __device__ void expand_add_rms_norm(const NormLaunch& launch) {
     const bool is_of_step = number < num_step_rows(launch.op), is_known = row.slot >= 0;  // arrive at once
     if (is_of_step & is_known) add_and_norm_row<Type>(launch, number, row);
     wait_for_previous_kernel();     // blocks without work wait too: this kernel must not end before that one
+    take_back_announcement(launch.op);
 }

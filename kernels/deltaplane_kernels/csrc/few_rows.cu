@@ -11,7 +11,8 @@
 //   would stand in queues before the memory, and with them x and what the small kernels read.
 // * A warpgroup multiplies [ROWS of x, 16 columns] x [16 columns, OUTPUTS rows of W] from shared memory, at a third of
 //   what it could. Rows that x does not have are whatever lies behind x's place: no product mixes rows.
-// * It takes a third of the registers of a multiprocessor, so that LoRA's shrink runs beside it.
+// * It takes a third of the registers of a multiprocessor, so that LoRA's shrink runs beside it, and announces that x
+//   is there, for which shrink waits (shrink.cuh).
 
 #include "elements.cuh"
 #include "barriers.cuh"
@@ -32,6 +33,7 @@ struct Launch {
     TensorMap weight;                 // [out_features, in_features], OUTPUTS rows
     TensorMap x;                      // [num_rows, in_features], x_rows rows
     const void* bias;                 // [out_features], or null
+    int* x_is_there;                  // announced for the kernel behind this one, or null
     void* y;                          // [num_rows, out_features]
     long long y_pitch;                // in elements
     int num_rows;
@@ -149,6 +151,7 @@ __device__ void copy_weight(const Launch& launch, const Ring& ring, int tiles) {
 
 __device__ void copy_x(const Launch& launch, const Ring& ring, int tiles) {
     wait_for_previous_kernel();
+    if (blockIdx.x == 0 && launch.x_is_there) announce(launch.x_is_there);
     Turn turn;
     for (Piece piece(launch); piece.tile < tiles; piece.advance(launch)) {
         await(ring.empty + turn.stage, turn.phase ^ 1);

@@ -38,7 +38,9 @@
 
 #define EXPAND(NAME, BODY)                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS, 4) NAME(const __grid_constant__ Launch launch) {        \
+        let_next_kernel_start();    /* it waits for all that this one writes before it reads any of it */         \
         BODY(launch);                                                                                             \
+        take_back_announcement(launch);                                                                           \
     }
 
 SHRINK(shrink_bfloat16_16, BFloat16, 16, 4, 4)

@@ -23,6 +23,7 @@ struct Launch {
     void* y;
     float* partial;                 // [splits, num_rows, num_slices, MAX_RANK], by place in the step's row list
     const int* step;                // see lora_tiles.py
+    int* x_is_there;                // where shrink waits for x, and not for the kernel ahead of it; or null
     const int* slots;               // [rows, slots_pitch], see lora_slots.py
     long long page_stride;
     long long x_pitch;

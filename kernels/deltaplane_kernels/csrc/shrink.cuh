@@ -4,6 +4,9 @@
 // [16 rank rows, 16 columns] x [16 columns, 8 rows of x]. A thread loads 8 neighbouring columns of its rank rows
 // and of its row of x, and feeds them to two products: which column is which k is free, as long as both
 // operands agree.
+//
+// It is launched behind the base product of the same x and runs beside it, where that one announces that x is there.
+// Expand comes behind both: were they two branches of a graph, it could not start before both have ended.
 
 template <typename Type, int GROUPS, int RUNS>
 struct ShrinkWarp {
@@ -129,10 +132,15 @@ __device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int 
 template <typename Item>
 __device__ void for_each_shrink_item(const Launch& launch, Item item) {
     let_next_kernel_start();        // it waits for all that this one writes before it reads any of it
-    wait_for_previous_kernel();
+    if (launch.x_is_there) {
+        await_announcement(launch.x_is_there);
+    } else {
+        wait_for_previous_kernel();
+    }
     const int items = num_tiles(launch) * launch.num_slices * launch.splits;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const int part = index / launch.splits;
         item(tile_at(launch, part / launch.num_slices), part % launch.num_slices, index % launch.splits);
     }
+    if (blockIdx.x == 0) wait_for_previous_kernel();  // this kernel must not end before that one
 }

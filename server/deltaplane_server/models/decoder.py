@@ -15,7 +15,7 @@ from torch import Tensor
 from deltaplane_kernels.activation import silu_mul
 from deltaplane_kernels.attention import AttentionPlan, paged_attention, rotary_write_kv
 from deltaplane_kernels.layout import PackedLinear
-from deltaplane_kernels.linear import Linear
+from deltaplane_kernels.linear import BaseProduct, Linear
 from deltaplane_kernels.norm import NormWeight, add_rms_norm, rms_norm
 from deltaplane_kernels.rotary import rotary_factors
 from deltaplane_server.models.config import DecoderConfig
@@ -59,8 +59,8 @@ class LoraStep(Protocol):
         """What is outside the linears; None where no adapter of the step has anything there."""
         ...
 
-    def begin_delta(self, layer: int, linear: str, x: Tensor) -> None:
-        """Announces add_delta of the same x: what it needs no y for may run beside the base product."""
+    def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
+        """base(x), and beside it what add_delta of the same x, the next call, needs no y for."""
         ...
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
@@ -297,9 +297,8 @@ class DecoderLayer:
 
     def _base_linear(self, name: str, x: Tensor, lora: LoraStep | None) -> Tensor:
         """The base model's product, to which `lora` has its delta to add."""
-        if lora is not None:
-            lora.begin_delta(self._index, name, x)
-        return self._linears[name](x)
+        base = self._linears[name]
+        return base(x) if lora is None else lora.base_product(self._index, name, x, base)
 
 
 def _read_linear(linear: PackedLinear, prefix: str, has_bias: bool, read: ReadRows) -> Linear:

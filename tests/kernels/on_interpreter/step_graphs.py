@@ -16,6 +16,7 @@ import torch
 
 from bench.decode import NoText
 from bench.random_model import TINY, RandomWeights
+from deltaplane_kernels.linear import BaseProduct
 from deltaplane_server.engine.api import FinishReason, GenerationRequest, SilentObserver
 from deltaplane_server.engine.engine import Engine
 from deltaplane_server.execution.graphs.decode_graphs import DecodeGraphs
@@ -83,8 +84,8 @@ class ScalingPool(KernelByKernel):
     def graph_step(self, num_tokens: int) -> "ScalingPool":
         return self
 
-    def begin_delta(self, layer: int, linear: str, x: torch.Tensor) -> None:
-        pass
+    def base_product(self, layer: int, linear: str, x: torch.Tensor, base: BaseProduct) -> torch.Tensor:
+        return base(x)
 
     def add_delta(self, layer: int, linear: str, x: torch.Tensor, y: torch.Tensor) -> None:
         row = 0
