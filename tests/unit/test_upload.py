@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltaplane_controlplane.errors import InvalidArgumentError
+from deltaplane_server.models import upload as upload_module
 from deltaplane_server.models.upload import TensorBytes, Upload
 
 CPU = torch.device("cpu")
@@ -84,6 +85,27 @@ def test_a_short_file_is_named_with_what_it_lacks_and_nothing_stays_open(tmp_pat
         upload.finish()
     assert "\n" not in caught.value.message
     assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_a_copy_that_fails_ends_the_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_readers: int
+) -> None:
+    """With more pieces to come than there are buffers: no reader waits for one for ever."""
+    place, _ = write_tensors(tmp_path / "file", [torch.randn(1000), torch.randn(1)])
+    sent: list[object] = []
+
+    def send(buffer: object, piece: object) -> None:
+        sent.append(piece)
+        if len(sent) == 5:
+            raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(upload_module._Buffer, "send", send)
+    upload = Upload(CPU, num_readers, buffer_bytes=40)
+    upload.fill(torch.empty(1000), place)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        upload.finish()
+    assert len(sent) == 5
 
 
 def test_a_missing_file_is_named_at_once(tmp_path: Path) -> None:

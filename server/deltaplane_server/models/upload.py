@@ -94,7 +94,8 @@ class Upload:
     def finish(self) -> None:
         """Returns when all targets are filled, and lets go of threads, buffers and files.
 
-        Errors: InvalidArgumentError where a file cannot be read; then the targets are worth nothing.
+        Errors: InvalidArgumentError where a file cannot be read, KernelError where a GPU refuses a copy; then
+        the targets are worth nothing.
         """
         for _ in self._readers:
             self._wanted.put(None)
