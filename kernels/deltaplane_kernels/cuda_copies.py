@@ -22,8 +22,9 @@ def copy_to_device(target: int, source: int, num_bytes: int, stream: torch.cuda.
 
     from deltaplane_kernels.cuda_module import check
 
-    stream.query()  # makes torch's context the thread's own
-    (status,) = driver.cuMemcpyHtoDAsync(target, source, num_bytes, driver.CUstream(stream.cuda_stream))
+    with torch.cuda.device(stream.device):
+        stream.query()  # makes torch's context the thread's own
+        (status,) = driver.cuMemcpyHtoDAsync(target, source, num_bytes, driver.CUstream(stream.cuda_stream))
     if status != driver.CUresult.CUDA_SUCCESS:
         check(status, f"copying {num_bytes} bytes to {stream.device}")
 
