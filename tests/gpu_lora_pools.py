@@ -18,6 +18,7 @@ from lora_cases import Adapter, make_adapter
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCES)
 MAX_TOKENS = 4096
+EPS = 1e-5
 
 MEMBERS = range(4)
 """The adapters of make_adapters that take part in blends."""
@@ -94,3 +95,9 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype, seed: int) -> Ten
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def norm_of(residual: Tensor, weight: Tensor) -> Tensor:
+    """In float64, rounded where the op rounds. weight: [H] or [T, H]."""
+    wide = residual.double()
+    return (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()).to(residual.dtype) * weight

@@ -25,8 +25,7 @@ def copy_to_device(target: int, source: int, num_bytes: int, stream: torch.cuda.
     with torch.cuda.device(stream.device):
         stream.query()  # makes torch's context the thread's own
         (status,) = driver.cuMemcpyHtoDAsync(target, source, num_bytes, driver.CUstream(stream.cuda_stream))
-    if status != driver.CUresult.CUDA_SUCCESS:
-        check(status, f"copying {num_bytes} bytes to {stream.device}")
+    check(status, f"copying {num_bytes} bytes to {stream.device}")
 
 
 class LoadStream:

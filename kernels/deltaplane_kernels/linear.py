@@ -60,10 +60,7 @@ class Linear:
 
     def can_announce(self, num_rows: int) -> bool:
         """Whether __call__ would tell when its x is there: the kernel of few rows does, in graphs."""
-        few_rows = self._few_rows
-        if few_rows is None or num_rows > few_rows.max_rows:
-            return False
-        return bool(torch.cuda.is_current_stream_capturing())
+        return self._few_rows_for(num_rows) is not None
 
     def __call__(self, x: Tensor, out: Tensor | None = None, x_is_there: Tensor | None = None) -> Tensor:
         """x: [T, K]. Returns [T, N]: `out`, or a new tensor where that is None.
@@ -76,14 +73,21 @@ class Linear:
             y = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
             return cast(Tensor, y) if out is None else out.copy_(y)
         if x.is_cuda:
-            if self._few_rows and self.can_announce(len(x)):
-                return self._few_rows(x, out, x_is_there)
+            if (few_rows := self._few_rows_for(len(x))) is not None:
+                return few_rows(x, out, x_is_there)
             torch.backends.cuda.preferred_blas_library("cublaslt" if len(x) in _LT_ROWS else "cublas")
         if out is None:
             return F.linear(x, self._weight, self.bias)
         if self.bias is None:
             return torch.mm(x, self._weight.t(), out=out)
         return torch.addmm(self.bias, x, self._weight.t(), out=out)
+
+    def _few_rows_for(self, num_rows: int) -> "FewRowLinear | None":
+        """The kernel that computes so many rows now, if there is one."""
+        few_rows = self._few_rows
+        if few_rows is None or num_rows > few_rows.max_rows:
+            return None
+        return few_rows if torch.cuda.is_current_stream_capturing() else None
 
     def product(self, x: Tensor, begin: int, end: int) -> Tensor:
         """x[T, K] @ weight[begin:end]^T, without the bias. Leaves torch's choice of a BLAS library alone."""

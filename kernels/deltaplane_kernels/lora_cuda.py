@@ -190,9 +190,8 @@ class CudaLora:
         if self._begun is not None:
             raise RuntimeError(f"a step goes on without add_delta of {self._begun}")
         stream = torch.cuda.current_stream(self._device)
-        is_announced = base.can_announce(len(x))
-        self._begun = _Begun(layer, linear, x.data_ptr(), joins=not is_announced)
-        if is_announced:
+        self._begun = _Begun(layer, linear, x.data_ptr())
+        if base.can_announce(len(x)):
             x_is_there = self._x_is_there[layer, linear]  # its own: the linears next to it may run beside it
             y = base(x, x_is_there=x_is_there)
             self._launch_shrink(layer, linear, x, stream, x_is_there)
@@ -248,9 +247,9 @@ class CudaLora:
         begun = self._begun
         if begun is None or not torch.cuda.is_current_stream_capturing():
             self._launch_shrink(layer, linear, x, stream)
-        elif begun != _Begun(layer, linear, x.data_ptr(), begun.joins):
+        elif begun != _Begun(layer, linear, x.data_ptr()):
             raise RuntimeError(f"add_delta of {linear} of layer {layer} where that of {begun} was announced")
-        elif begun.joins:
+        elif self._launches[layer, linear].x_is_there is None:  # on a stream of its own
             stream.wait_event(self._shrunk)
         self._begun = None
         return stream
@@ -333,12 +332,11 @@ def _described(layer: int, linear: str, name: str, tensor: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A delta of which shrink is launched. joins: on a stream of its own."""
+    """A delta of which shrink is launched. x: its address."""
 
     layer: int
     linear: str
     x: int
-    joins: bool
 
     def __str__(self) -> str:
         return f"{self.linear} of layer {self.layer}"

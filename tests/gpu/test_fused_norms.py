@@ -14,12 +14,14 @@ from deltaplane_kernels.lora_segments import Segments
 from deltaplane_kernels.norm import NormWeight, RowWeights, add_rms_norm
 from gpu_lora_pools import (
     BLENDS,
+    EPS,
     MAX_BLENDS,
     MEMBERS,
     TOLERANCES,
     CopiedProduct,
     filled_pool,
     make_adapters,
+    norm_of,
     random_rows,
     same_bits,
 )
@@ -29,7 +31,6 @@ DTYPES = [torch.bfloat16, torch.float16]
 BATCH_SIZES = (1, 2, 3, 7, 16, 32, 33, 64, MAX_ROWS)
 RANKS = (1, 2, 3, 4, 8, 12, 16, 17, 32, 64, 100, 128, 256)
 LINEARS = ("o_proj", "down_proj")
-EPS = 1e-5
 SMALL = make_layout(hidden=72)
 """Blocks with a thread of columns each, and some without any."""
 
@@ -69,12 +70,6 @@ class Operands:
 
     def fused(self, step: LoraStep, layer: int, linear: str) -> Tensor:
         return step.add_delta_rms_norm(layer, linear, self.x, self.y, self.residual, self.weight, EPS)
-
-
-def norm_of(residual: Tensor, weight: Tensor) -> Tensor:
-    """In float64, rounded where the op rounds. weight: [H] or [T, H]."""
-    wide = residual.double()
-    return (wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()).to(residual.dtype) * weight
 
 
 def units_apart(one: Tensor, other: Tensor) -> int:

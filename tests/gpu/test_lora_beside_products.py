@@ -12,11 +12,13 @@ from deltaplane_kernels.lora_segments import Slots
 from deltaplane_kernels.norm import rms_norm
 from gpu_lora_pools import (
     BLENDS,
+    EPS,
     MAX_BLENDS,
     MEMBERS,
     TOLERANCES,
     filled_pool,
     make_adapters,
+    norm_of,
     random_rows,
     same_bits,
 )
@@ -24,9 +26,7 @@ from lora_cases import BASE, Adapter, add_delta_by_loop, make_layout, make_mix
 
 DTYPES = [torch.bfloat16, torch.float16]
 LAYOUT = make_layout(hidden=1024, kv=256, intermediate=2048)
-EPS = 1e-5
 REPLAYS = 3
-ENDS_IN_NORM = ("o_proj", "down_proj")
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
@@ -47,7 +47,7 @@ class Adapted:
         self.base = Linear(
             random_rows(linear.out_features, linear.in_features, dtype, layer).mul_(0.03).cuda()
         )
-        self.ends_in_norm = linear.name in ENDS_IN_NORM
+        self.ends_in_norm = len(linear.slices) == 1
         self.hidden = torch.zeros(num_rows, linear.in_features, dtype=dtype, device="cuda")
         self.given = torch.zeros(num_rows, linear.out_features, dtype=dtype, device="cuda")
         self.residual = torch.zeros_like(self.given)
@@ -77,15 +77,14 @@ class Adapted:
         if not self.ends_in_norm:
             torch.testing.assert_close(self.y.cpu().double(), expected, rtol=tolerance, atol=tolerance)
             return
-        residual = self.residual.cpu().double()
-        sums = self.given.cpu().double() + expected
-        torch.testing.assert_close(residual[:batch], sums[:batch], rtol=2 * tolerance, atol=2 * tolerance)
+        residual, sums = self.residual.cpu(), self.given.cpu().double() + expected
+        torch.testing.assert_close(
+            residual.double()[:batch], sums[:batch], rtol=2 * tolerance, atol=2 * tolerance
+        )
         if len(self.x) <= MAX_ROWS:  # by a kernel that leaves the rows of no step
             assert same_bits(self.residual[batch:], self.given[batch:])
-        normed = residual / (residual.square().mean(-1, keepdim=True) + EPS).sqrt()
-        torch.testing.assert_close(
-            self.normed.cpu().double()[:batch], normed[:batch], rtol=tolerance, atol=tolerance
-        )
+        normed = norm_of(residual, self.weight.cpu())
+        torch.testing.assert_close(self.normed.cpu()[:batch], normed[:batch], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 33, ROWS, ROWS + 32])

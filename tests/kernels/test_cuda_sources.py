@@ -143,11 +143,7 @@ def test_a_rank_page_has_as_many_rows_as_the_kernels_take() -> None:
 
 def test_a_block_of_expand_fits_beside_one_of_the_product_of_few_rows() -> None:
     """So that it starts, and loads B, while the product runs."""
-    kib = 1024
-    of_multiprocessor, reserved = (
-        228 * kib,
-        1 * kib,
-    )  # of compute capability 9.0; CUDA keeps some in each block
+    of_multiprocessor, reserved = 228 * 1024, 1024  # of compute capability 9.0; by CUDA, in each block
     sizes = constants(STEP)
     shrunk = sizes["SUBTILE"] * (sizes["MAX_ROWS"] + 4) * 4
     assert few_rows_cuda.SHARED_BYTES + shrunk + 2 * reserved <= of_multiprocessor

@@ -87,8 +87,7 @@ class Upload:
         length = self._buffer_bytes // itemsize
         for begin in range(0, target.numel(), length):
             end = min(begin + length, target.numel())
-            offset = source.offset + begin * itemsize
-            self._wanted.put(_Piece(source, file, offset, (end - begin) * itemsize, target, begin, end))
+            self._wanted.put(_Piece(source, file, target, begin, end))
         self.num_bytes += target.numel() * itemsize
 
     def finish(self) -> None:
@@ -154,17 +153,20 @@ class _Piece(NamedTuple):
 
     source: TensorBytes
     file: int
-    offset: int
-    num_bytes: int
     target: Tensor
     begin: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        return (self.end - self.begin) * self.source.dtype.itemsize
+
     def read_into(self, view: memoryview) -> None:
         path, filled = self.source.file, 0
+        offset = self.source.offset + self.begin * self.source.dtype.itemsize
         while filled < len(view):
             try:
-                count = os.preadv(self.file, [view[filled:]], self.offset + filled)
+                count = os.preadv(self.file, [view[filled:]], offset + filled)
             except OSError as error:
                 raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from error
             if not count:
