@@ -103,7 +103,7 @@ class LoraStep:
     def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
         """base(x), where add_delta of the same layer, linear and x is the next call of this step.
 
-        In a CUDA graph x A^T is computed beside it. On a CPU nothing is done before add_delta.
+        On a GPU x A^T is computed before it, or beside it. On a CPU nothing is done before add_delta.
         Errors: as add_delta; RuntimeError where the next call is another one.
         """
         if len(x) != self.num_tokens:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from deltaplane_kernels.cuda_copies import LoadStream, StepStaging
 from deltaplane_kernels.cuda_module import CudaKernel, CudaModule, load_module
+from deltaplane_kernels.few_rows_cuda import ROWS
 from deltaplane_kernels.linear import BaseProduct
 from deltaplane_kernels.lora_launch import THREADS, Launch, check_layout, column_blocks, widths_of_one_slice
 from deltaplane_kernels.lora_norm_cuda import ExpandAddRmsNorm
@@ -49,8 +50,10 @@ from deltaplane_kernels.rank_pages import (
 SOURCE = Path(__file__).parent / "csrc" / "lora.cu"
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
-SPLIT_COLUMNS = 2048
-"""Fewest input columns of a split: shorter ones take expand more time to sum than they save shrink."""
+BESIDE_COLUMNS, AHEAD_COLUMNS = 2048, 1024
+"""Fewest input columns of a split: of a shrink that runs beside its product, as in steps of up to ROWS rows,
+and of one ahead of it, whose time counts in full. Shorter ones take expand more time to sum than they save
+shrink."""
 
 SPLIT_ALIGNMENT = 128
 """A split is a multiple of the columns that a block reads at a time."""
@@ -68,7 +71,8 @@ def plan_splits(num_rows: int, in_features: int, num_slices: int, num_multiproce
     """As many splits as give each multiprocessor two blocks even if all rows are of one adapter."""
     tiles = -(-num_rows // tile_rows(num_rows))
     wanted = -(-2 * num_multiprocessors // (tiles * num_slices))
-    count = min(wanted, -(-in_features // SPLIT_COLUMNS))
+    least = BESIDE_COLUMNS if num_rows <= ROWS else AHEAD_COLUMNS
+    count = min(wanted, -(-in_features // least))
     width = -(-in_features // (count * SPLIT_ALIGNMENT)) * SPLIT_ALIGNMENT
     return Splits(-(-in_features // width), width)
 
@@ -122,9 +126,6 @@ class CudaLora:
         self._staging = StepStaging(
             lambda: _StepMemory(table_size(max_tokens), max_blends, self._slots.device.shape[1]), self._device
         )
-        self._side_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._shrunk = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._begun: _Begun | None = None
         self._launches = {
             (layer, name): self._static_launch(layer, place)
@@ -177,30 +178,25 @@ class CudaLora:
             )
 
     def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
-        """base(x); in a graph that is being captured, shrink runs beside it.
+        """base(x), and shrink.
 
-        Launched behind a product that announces when x is there, shrink waits for no more than that; and so
-        expand, launched behind both, starts and loads B while the product runs. Another product has shrink
-        beside it on a stream of its own, which add_delta joins: a kernel behind two streams starts when both
-        have ended. Outside of a graph, a fork would cost the host more than it saves the GPU.
+        Launched behind a product that announces when x is there, shrink runs beside it and waits for no more
+        than that; and so expand, launched behind both, starts and loads B while the product runs. Other
+        products leave a kernel beside them no room: shrink comes before them, and loads A while the kernel
+        ahead runs.
         Errors: RuntimeError where what was begun last was not added; those of add_delta.
         """
-        if not torch.cuda.is_current_stream_capturing():
-            return base(x)
         if self._begun is not None:
             raise RuntimeError(f"a step goes on without add_delta of {self._begun}")
-        stream = torch.cuda.current_stream(self._device)
-        self._begun = _Begun(layer, linear, x.data_ptr())
         if base.can_announce(len(x)):
             x_is_there = self._x_is_there[layer, linear]  # its own: the linears next to it may run beside it
             y = base(x, x_is_there=x_is_there)
-            self._launch_shrink(layer, linear, x, stream, x_is_there)
-            return y
-        self._forked.record(stream)
-        self._side_stream.wait_event(self._forked)
-        self._launch_shrink(layer, linear, x, self._side_stream)
-        self._shrunk.record(self._side_stream)
-        return base(x)
+            self._launch_shrink(layer, linear, x, x_is_there)
+        else:
+            self._launch_shrink(layer, linear, x)
+            y = base(x)
+        self._begun = _Begun(layer, linear, x.data_ptr())
+        return y
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
         """Adds the deltas of the rows that the step's table names; x [T, in], y [T, out].
@@ -209,8 +205,8 @@ class CudaLora:
         step that was staged last.
         Errors: ValueError for tensors of another shape, dtype, device or alignment; KernelError.
         """
-        stream = self._after_shrink(layer, linear, x)
-        self._launch_expand(layer, linear, y, stream)
+        self._end_shrink(layer, linear, x)
+        self._launch_expand(layer, linear, y)
 
     def add_delta_rms_norm(
         self, layer: int, linear: str, x: Tensor, y: Tensor, residual: Tensor, weight: NormWeight, eps: float
@@ -229,7 +225,7 @@ class CudaLora:
             self._check_operand(name, operand, self._layout.placements[linear].linear.out_features)
         if not residual.is_contiguous():
             raise RuntimeError(f"residual must be contiguous; its strides are {residual.stride()}")
-        stream = self._after_shrink(layer, linear, x)
+        self._end_shrink(layer, linear, x)
         launch = self._launches[layer, linear]
         launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
         return fused.launch(
@@ -237,31 +233,20 @@ class CudaLora:
             residual,
             weight,
             eps,
-            stream=stream.cuda_stream,
+            stream=self._stream(),
             operands=partial(_described, layer, linear, "y", y),
         )
 
-    def _after_shrink(self, layer: int, linear: str, x: Tensor) -> torch.cuda.Stream:
-        """The current stream, behind the shrink of x, which may have been begun beside the base product."""
-        stream = torch.cuda.current_stream(self._device)
+    def _end_shrink(self, layer: int, linear: str, x: Tensor) -> None:
+        """Shrink of x is launched now, where base_product has not done so."""
         begun = self._begun
-        if begun is None or not torch.cuda.is_current_stream_capturing():
-            self._launch_shrink(layer, linear, x, stream)
+        if begun is None:
+            self._launch_shrink(layer, linear, x)
         elif begun != _Begun(layer, linear, x.data_ptr()):
-            raise RuntimeError(f"add_delta of {linear} of layer {layer} where that of {begun} was announced")
-        elif self._launches[layer, linear].x_is_there is None:  # on a stream of its own
-            stream.wait_event(self._shrunk)
+            raise RuntimeError(f"add_delta of {linear} of layer {layer} where that of {begun} was begun")
         self._begun = None
-        return stream
 
-    def _launch_shrink(
-        self,
-        layer: int,
-        linear: str,
-        x: Tensor,
-        stream: torch.cuda.Stream,
-        x_is_there: Tensor | None = None,
-    ) -> None:
+    def _launch_shrink(self, layer: int, linear: str, x: Tensor, x_is_there: Tensor | None = None) -> None:
         place = self._layout.placements[linear]
         self._check_operand("x", x, place.linear.in_features)
         launch = self._launches[layer, linear]
@@ -272,15 +257,18 @@ class CudaLora:
         kernel = self._shrink[tile_rows(len(x))]
         items = len(x) * launch.num_slices * splits.count
         operands = partial(_described, layer, linear, "x", x)
-        kernel.launch(min(items, kernel.resident_blocks), stream.cuda_stream, launch, operands)
+        kernel.launch(min(items, kernel.resident_blocks), self._stream(), launch, operands)
 
-    def _launch_expand(self, layer: int, linear: str, y: Tensor, stream: torch.cuda.Stream) -> None:
+    def _launch_expand(self, layer: int, linear: str, y: Tensor) -> None:
         self._check_operand("y", y, self._layout.placements[linear].linear.out_features)
         launch = self._launches[layer, linear]
         launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
         items = len(y) * launch.column_blocks
         operands = partial(_described, layer, linear, "y", y)
-        self._expand.launch(min(items, self._expand.resident_blocks), stream.cuda_stream, launch, operands)
+        self._expand.launch(min(items, self._expand.resident_blocks), self._stream(), launch, operands)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
 
     def _check_operand(self, name: str, tensor: Tensor, width: int) -> None:
         if tensor.ndim != 2 or tensor.shape[1] != width:

@@ -202,7 +202,7 @@ def test_the_same_batch_gives_the_same_bits(small: tuple[RankPagePool, list[Adap
 def test_a_graph_serves_other_mixes_than_at_capture(
     small: tuple[RankPagePool, list[Adapter]], num_rows: int, linear: str, begun: bool
 ) -> None:
-    """begun: shrink runs beside a copy that stands for the base product, and that the norm waits for."""
+    """begun: shrink comes before a copy that stands for the base product."""
     pool, adapters = small
     dtype = pool.pages.dtype
     given = Operands.random(SMALL, linear, num_rows, dtype, seed=0)

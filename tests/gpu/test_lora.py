@@ -221,7 +221,7 @@ def test_an_adapter_that_overflows_reaches_no_other_row() -> None:
 def test_a_graph_serves_other_mixes_than_at_capture(
     small: tuple[RankPagePool, list[Adapter]], num_rows: int, begun: bool
 ) -> None:
-    """begun: shrink runs beside a copy that stands for the base product, and that expand waits for."""
+    """begun: shrink comes before a copy that stands for the base product."""
     pool, adapters = small
     x = {linear.name: torch.zeros(num_rows, linear.in_features) for linear in SMALL.linears}
     x = {name: tensor.to("cuda", pool.pages.dtype) for name, tensor in x.items()}
@@ -261,28 +261,44 @@ def test_a_graph_serves_other_mixes_than_at_capture(
             check_output(adapters, padded, 1, linear, inputs[name], before[name], y[name].cpu())
 
 
-def test_a_delta_that_was_announced_is_that_of_its_own_linear(
-    small: tuple[RankPagePool, list[Adapter]],
-) -> None:
-    """Outside a graph; one that was announced and never added, as where a step failed, leaves no trace."""
+def test_a_delta_is_begun_and_then_added(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    """Of one linear at a time, outside of graphs."""
     pool, adapters = small
     segments = make_mix("uniform", 16, len(adapters), seed=3)
     step = pool.step(segments)
     assert step is not None
-    for begun in range(4):
-        for linear in SMALL.linears:
-            x = random_rows(16, linear.in_features, pool.pages.dtype, seed=begun).cuda()
-            y = random_rows(16, linear.out_features, pool.pages.dtype, seed=begun + 50)
-            result = y.cuda()
-            other = SMALL.linears[begun]
-            other_x = random_rows(16, other.in_features, x.dtype, seed=9).cuda()
-            step.base_product(0, other.name, other_x, CopiedProduct(result, y.cuda()))
-            step.base_product(1, linear.name, x, CopiedProduct(result, y.cuda()))
-            step.add_delta(1, linear.name, x, result)
-            check_output(adapters, segments, 1, linear, x.cpu(), y, result.cpu())
+    for linear in SMALL.linears:
+        x = random_rows(16, linear.in_features, pool.pages.dtype, seed=1).cuda()
+        y = random_rows(16, linear.out_features, pool.pages.dtype, seed=50)
+        result, product = y.cuda(), y.cuda()
+        base = CopiedProduct(result, product)
+        assert step.base_product(1, linear.name, x, base) is result
+        with pytest.raises(RuntimeError, match=f"goes on without add_delta of {linear.name} of layer 1"):
+            step.base_product(1, linear.name, x, base)
+        for layer, other in ((1, x.clone()), (0, x)):
+            with pytest.raises(RuntimeError, match=f"where that of {linear.name} of layer 1 was begun"):
+                step.add_delta(layer, linear.name, other, result)
+        step.add_delta(1, linear.name, x, result)
+        check_output(adapters, segments, 1, linear, x.cpu(), y, result.cpu())
 
 
-def test_a_graph_takes_the_announced_delta_alone(small: tuple[RankPagePool, list[Adapter]]) -> None:
+def test_what_a_step_has_begun_ends_with_it(small: tuple[RankPagePool, list[Adapter]]) -> None:
+    """As where a step has failed between a product and its delta."""
+    pool, adapters = small
+    linear = SMALL.linears[3]
+    x = random_rows(16, linear.in_features, pool.pages.dtype, seed=1)
+    y = random_rows(16, linear.out_features, pool.pages.dtype, seed=2)
+    for seed in range(3):
+        segments = make_mix("uniform", 16, len(adapters), seed=seed)
+        step = pool.step(segments)
+        assert step is not None
+        result = y.cuda()
+        step.add_delta(1, linear.name, x.cuda(), result)
+        check_output(adapters, segments, 1, linear, x, y, result.cpu())
+        step.base_product(0, linear.name, x.cuda(), CopiedProduct(result, y.cuda()))
+
+
+def test_a_graph_takes_the_begun_delta_alone(small: tuple[RankPagePool, list[Adapter]]) -> None:
     pool, _ = small
     assert pool.step([(0, 16)]) is not None
     step = pool.graph_step(16)

@@ -130,16 +130,18 @@ def test_only_long_steps_have_long_tiles() -> None:
 
 
 @pytest.mark.parametrize("in_features", [8, 64, 1024, 1032, 2056, 4096, 14336, 28672])
-@pytest.mark.parametrize("num_rows", [1, 16, 64, 1024, 1025, 2048, 8192])
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 65, 256, 1024, 1025, 2048, 8192])
 def test_splits_cover_the_input_and_none_is_empty(in_features: int, num_rows: int) -> None:
     splits = plan_splits(num_rows, in_features, 3, 132)
     assert splits.width % SPLIT_ALIGNMENT == 0
     assert (splits.count - 1) * splits.width < in_features <= splits.count * splits.width
 
 
-def test_few_rows_are_split_more() -> None:
+def test_shrink_is_split_less_beside_a_product_and_over_many_rows() -> None:
     assert plan_splits(64, 4096, 3, 132).count == 2
     assert plan_splits(64, 14336, 1, 132).count == 7
+    assert plan_splits(65, 4096, 3, 132).count == 4
+    assert plan_splits(65, 14336, 1, 132).count == 14
     assert plan_splits(8192, 4096, 3, 132).count == 1
     assert plan_splits(8192, 14336, 1, 132).count == 3
 
@@ -151,7 +153,7 @@ def test_the_workspace_holds_the_partials_of_any_step() -> None:
     )
     layout = RankPageLayout(AdapterLayout(1, linears))
     elements = partial_elements(layout, 2000, 132)
-    for rows in (1, 64, 1024, 1025, 1280, 2000):
+    for rows in (1, 64, 65, 256, 1024, 1025, 1280, 2000):
         for linear in linears:
             slices = len(linear.slices)
             splits = plan_splits(rows, linear.in_features, slices, 132)

@@ -27,11 +27,11 @@
 // A tile of one group of rows leaves registers for more loads of A.
 #define SHRINK(NAME, TYPE, TILE, RUNS, BLOCKS)                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ Launch launch) {   \
-        for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split) {                                \
+        for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split, AwaitX& await_x) {               \
             if (tile.count <= GROUP) {                                                                            \
-                shrink_item<TYPE, GROUP, 8>(launch, tile, slice, split);                                          \
+                shrink_item<TYPE, GROUP, 8>(launch, tile, slice, split, await_x);                                 \
             } else {                                                                                              \
-                shrink_item<TYPE, TILE, RUNS>(launch, tile, slice, split);                                        \
+                shrink_item<TYPE, TILE, RUNS>(launch, tile, slice, split, await_x);                               \
             }                                                                                                     \
         });                                                                                                       \
     }
@@ -63,7 +63,7 @@ EXPAND_ADD_RMS_NORM(expand_add_rms_norm_float16, Float16)
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) shrink_float32(const __grid_constant__ Launch launch) {
-    for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split) {
-        shrink_item_float32(launch, tile, slice, split);
+    for_each_shrink_item(launch, [&](const Tile& tile, int slice, int split, AwaitX& await_x) {
+        shrink_item_float32(launch, tile, slice, split, await_x);
     });
 }

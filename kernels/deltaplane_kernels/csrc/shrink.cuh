@@ -5,43 +5,63 @@
 // and of its row of x, and feeds them to two products: which column is which k is free, as long as both
 // operands agree.
 //
-// It is launched behind the base product of the same x and runs beside it, where that one announces that x is there.
-// Expand comes behind both: were they two branches of a graph, it could not start before both have ended.
+// It is launched behind the base product of the same x and runs beside it, where that one announces that x is there, and
+// ahead of a product that does not. Expand comes behind both: were they two branches of a graph, it could not start
+// before both have ended.
+
+// Until x is there; all threads of a block call it, and only the first call waits.
+struct AwaitX {
+    const Launch& launch;
+    bool is_there = false;
+
+    __device__ void operator()() {
+        if (is_there) return;
+        is_there = true;
+        if (launch.x_is_there) {
+            await_announcement(launch.x_is_there);
+        } else {
+            wait_for_previous_kernel();
+        }
+    }
+};
 
 template <typename Type, int GROUPS, int RUNS>
 struct ShrinkWarp {
     float sum[GROUPS][4];           // ranks (g, g + 8) x rows (2t, 2t + 1) of each group
 
     // begin: the warp's first column, so that its lanes stay together; `lane_column` is added where they load.
+    // The first weights are asked for before x is there.
     __device__ void run(const ushort* const (&a)[2], const ushort* const (&x)[GROUPS], int begin, int end,
-                        int lane_column) {
+                        int lane_column, AwaitX& await_x) {
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             for (float& element : sum[group]) element = 0.0f;
         }
-        for (int column = begin; column < end; column += RUNS * WARPS * 32) {
-            uint4 weights[RUNS][2], inputs[RUNS][GROUPS];
-#pragma unroll
-            for (int run = 0; run < RUNS; ++run) {
-                const int at = column + run * WARPS * 32 + lane_column;
-                load(weights[run], inputs[run], a, x, at, at < end);
-            }
+        uint4 weights[RUNS][2];
+        load_turn<load_weights>(weights, a, begin + lane_column, end);
+        await_x();
+        for (int column = begin; column < end;) {
+            uint4 inputs[RUNS][GROUPS];
+            load_turn<load_activations>(inputs, x, column + lane_column, end);
 #pragma unroll
             for (int run = 0; run < RUNS; ++run) multiply(weights[run], inputs[run]);
+            column += RUNS * WARPS * 32;
+            if (column < end) load_turn<load_weights>(weights, a, column + lane_column, end);
         }
     }
 
-    __device__ static void load(uint4 (&weights)[2], uint4 (&inputs)[GROUPS], const ushort* const (&a)[2],
-                                const ushort* const (&x)[GROUPS], int column, bool inside) {
+    // 8 columns of each run, from `column` on, of some rows; zeros where a row is null and beyond the end.
+    template <uint4 LOAD(const void*), int COUNT>
+    __device__ static void load_turn(uint4 (&values)[RUNS][COUNT], const ushort* const (&rows)[COUNT], int column,
+                                     int end) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            weights[half] = {0, 0, 0, 0};
-            if (inside && a[half]) weights[half] = load_weights(a[half] + column);
-        }
+        for (int run = 0; run < RUNS; ++run) {
+            const int at = column + run * WARPS * 32;
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            inputs[group] = {0, 0, 0, 0};
-            if (inside && x[group]) inputs[group] = load_activations(x[group] + column);
+            for (int index = 0; index < COUNT; ++index) {
+                values[run][index] = {0, 0, 0, 0};
+                if (at < end && rows[index]) values[run][index] = LOAD(rows[index] + at);
+            }
         }
     }
 
@@ -55,7 +75,7 @@ struct ShrinkWarp {
 };
 
 template <typename Type, int TILE, int RUNS>
-__device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, int split) {
+__device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, int split, AwaitX& await_x) {
     constexpr int GROUPS = TILE / GROUP;
     __shared__ float sums[WARPS][TILE][RANK_BLOCK + 1];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -81,7 +101,7 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
                 : nullptr;
         }
         ShrinkWarp<Type, GROUPS, RUNS> product;
-        product.run(a, x, begin, end, t * VECTOR);
+        product.run(a, x, begin, end, t * VECTOR, await_x);
         __syncthreads();            // the sums of the ranks before are read
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
@@ -104,7 +124,8 @@ __device__ void shrink_item(const Launch& launch, const Tile& tile, int slice, i
 }
 
 // One warp for each element, in float32 throughout.
-__device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int slice, int split) {
+__device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int slice, int split, AwaitX& await_x) {
+    await_x();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Rows rows = rows_of(launch, tile.slot, slice);
     const int* pages = pages_of(launch, tile.slot);
@@ -132,15 +153,12 @@ __device__ void shrink_item_float32(const Launch& launch, const Tile& tile, int 
 template <typename Item>
 __device__ void for_each_shrink_item(const Launch& launch, Item item) {
     let_next_kernel_start();        // it waits for all that this one writes before it reads any of it
-    if (launch.x_is_there) {
-        await_announcement(launch.x_is_there);
-    } else {
-        wait_for_previous_kernel();
-    }
+    AwaitX await_x{launch};
     const int items = num_tiles(launch) * launch.num_slices * launch.splits;
     for (int index = blockIdx.x; index < items; index += gridDim.x) {
         const int part = index / launch.splits;
-        item(tile_at(launch, part / launch.num_slices), part % launch.num_slices, index % launch.splits);
+        item(tile_at(launch, part / launch.num_slices), part % launch.num_slices, index % launch.splits, await_x);
     }
+    await_x();                      // blocks without work wait too
     if (blockIdx.x == 0) wait_for_previous_kernel();  // this kernel must not end before that one
 }
