@@ -4,6 +4,7 @@
     python -m bench.decode --rows 64,0 64,64      # some rows, by batch and distinct adapters
     python -m bench.decode --busy                 # also how much of the time the GPU works
     python -m bench.decode --kernels              # also which kernels take it
+    python -m bench.decode --power                # also the GPU's clock and power
     python -m bench.decode --quick                # fewer tokens
     python -m bench.decode --tiny                 # a tiny model on any device, to see that it runs
 
@@ -33,6 +34,7 @@ import torch
 from bench import report
 from bench.gpu_busy import Busy, gpu_busy
 from bench.gpu_kernels import KernelTime, kernels_per_step, table_rows
+from bench.gpu_power import Power, gpu_power
 from bench.gpu_trace import gpu_trace
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_controlplane.ports import rank_pages
@@ -98,7 +100,8 @@ TINY_ROWS: tuple[Row, ...] = (Row(2, 0, lora=False), Row(2, 0), Row(3, 2), Row(3
 class Workload:
     """What runs, and for how many tokens of prompt and output.
 
-    busy, kernels: whether the GPU is watched, and its kernels are told apart.
+    busy, power, kernels: whether the GPU is watched, whether its clock and power are, and whether its kernels
+        are told apart.
     """
 
     model: DecoderConfig
@@ -108,6 +111,7 @@ class Workload:
     output: int
     repeats: int
     busy: bool = False
+    power: bool = False
     kernels: bool = False
 
 
@@ -118,6 +122,7 @@ class Figures:
     prefill_ms: of a run with one output token.
     bytes_ms: for the bytes that a step must read.
     busy: of the decodes of a shorter run; None where nobody watched.
+    power: of the decodes of a run of its own; None where nobody watched.
     kernels: of a step; None where they were not told apart.
     """
 
@@ -126,6 +131,7 @@ class Figures:
     bytes_ms: float
     all: list[float]
     busy: Busy | None = None
+    power: Power | None = None
     kernels: list[KernelTime] | None = None
 
 
@@ -161,6 +167,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="33 output tokens and one repeat")
     parser.add_argument("--tiny", action="store_true", help="a tiny model in float32")
     parser.add_argument("--busy", action="store_true", help="watch the GPU; nothing without one")
+    parser.add_argument("--power", action="store_true", help="watch clock and power; nothing without a GPU")
     parser.add_argument("--kernels", action="store_true", help="time by kernel; nothing without a GPU")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N; default: the first GPU")
@@ -176,7 +183,8 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
         raise SystemExit("bench.decode: torch sees no CUDA device; run it on a GPU machine, or with --tiny")
     else:
         output, repeats = (33, 1) if args.quick else (256, args.repeats)
-        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, args.busy, args.kernels)
+        watched = args.busy, args.power, args.kernels
+        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, *watched)
     known = {row.key for row in rows}
     unknown = [key for key in args.rows or () if key not in known]
     if unknown:
@@ -281,12 +289,15 @@ def _measure(work: Workload, execution: Execution, row: Row) -> Figures:
         adapters=row.adapters,
         rank=row.rank,
     )
+    busy = gpu_busy(lambda: _run(work, execution, row, min(work.output, 65))) if work.busy else None
+    power = gpu_power(lambda: _run(work, execution, row, work.output), work.device) if work.power else None
     figures = Figures(
         step_ms=statistics.median(steps) * 1e3,
         prefill_ms=statistics.median(prefill) * 1e3,
         bytes_ms=nbytes / BYTES_PER_MS,
         all=[step * 1e3 for step in steps],
-        busy=gpu_busy(lambda: _run(work, execution, row, min(work.output, 65))) if work.busy else None,
+        busy=busy,
+        power=power,
     )
     print(f"{row.title}: {figures.step_ms:.2f} ms per step, prefill {figures.prefill_ms:.0f} ms", flush=True)
     return figures
@@ -382,7 +393,7 @@ def _show(rows: Sequence[Row], results: dict[str, Figures]) -> None:
         figures = results[row.title]
         reach = "" if row.reach is None else f"{row.reach:.1f}"
         share = f"{100 * figures.bytes_ms / figures.step_ms:.0f} %"
-        busy = figures.busy
+        busy, power = figures.busy, figures.power
         return [
             row.title,
             f"{figures.bytes_ms:.2f}",
@@ -392,10 +403,12 @@ def _show(rows: Sequence[Row], results: dict[str, Figures]) -> None:
             f"{figures.prefill_ms:.0f}",
             "" if busy is None else f"{100 * busy.share:.1f} %",
             "" if busy is None else f"{100 * busy.waited:.1f} %",
+            "" if power is None else f"{power.watts:.0f}",
+            "" if power is None else f"{power.mhz:.0f}",
         ]
 
     columns = ["B, D", "bytes", "reach", "ours", "of the bytes' speed", "prefill", "GPU busy", "GPU waits"]
-    report.print_table("Milliseconds per decode step", columns, [line(row) for row in rows])
+    report.print_table("Milliseconds per decode step", [*columns, "W", "MHz"], [line(row) for row in rows])
 
 
 def _show_kernels(results: dict[str, Figures]) -> None:

@@ -1,7 +1,10 @@
 """The decode benchmark, on a tiny model on the CPU."""
 
 import json
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 from bench import decode, report
 from bench.gpu_busy import busy_of
 from bench.gpu_kernels import OTHER, KernelTime, group_of, kernels_per_step, short_name, table_rows
+from bench.gpu_power import Power, gpu_power, power_of
 from bench.gpu_trace import Span
 from bench.random_model import LLAMA_3_8B, TINY, RandomWeights, random_adapter, step_bytes
 from deltaplane_kernels.rank_pages import RankPageLayout, SliceRows
@@ -68,6 +72,61 @@ def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:
     assert matrix.shape == (256, 64)
     assert matrix.std().item() == pytest.approx(1 / 8, rel=0.1)
     assert weights.read_rows("model.norm.weight", dtype=torch.float32, device=CPU).eq(1).all()
+
+
+NVIDIA_SMI = """#!{python}
+import itertools, sys, time
+assert "--id=GPU-1234" in sys.argv and "--format=csv,noheader,nounits" in sys.argv, sys.argv
+for look in itertools.count():
+    print("1980, 120.50, 0x0000000000000000" if look < 4 else "1410, 694.25, 0x0000000000000004", flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="1234")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_clock_and_power_are_those_while_something_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first quarter of the looks is left out."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runs: list[float] = []
+
+    def run() -> None:
+        time.sleep(0.5)
+        runs.append(time.monotonic())
+
+    assert gpu_power(run, CPU) == Power(watts=694.25, mhz=1410, capped=1)
+    assert len(runs) == 1
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("program", [None, "#!/bin/sh\necho Field is not a valid field to query.; exit 2\n"])
+def test_what_no_nvidia_smi_tells_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None
+) -> None:
+    if program is not None:
+        (tmp_path / "nvidia-smi").write_text(program)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    runs: list[int] = []
+    assert gpu_power(lambda: runs.append(1), CPU) is None
+    assert runs == [1]
+
+
+def test_power_is_a_mean_of_all_looks() -> None:
+    lines = ["1980, 300.0, 0x0", "1500, 600.0, 0x4", "1500, 690.0, 0x24", "1620, 610.0, 0x20"]
+    assert power_of(lines) == Power(watts=550, mhz=1650, capped=0.5)
+    assert power_of(["1980, [N/A], 0x0"]) is None
+    assert power_of([]) is None
 
 
 def test_the_share_of_a_busy_gpu_is_that_of_the_time_something_runs() -> None:
