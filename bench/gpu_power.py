@@ -41,9 +41,11 @@ def gpu_power(run: Callable[[], object], device: torch.device, *, skip: float = 
         return None
     with watcher:
         assert watcher.stdout is not None
-        watcher.stdout.readline()  # it watches
-        run()
-        watcher.terminate()
+        try:
+            watcher.stdout.readline()  # it watches
+            run()
+        finally:
+            watcher.terminate()
         lines = watcher.stdout.read().splitlines()
     return power_of(lines[int(skip * len(lines)) :])
 

@@ -75,11 +75,12 @@ def test_random_weights_keep_the_variance_of_what_they_multiply() -> None:
 
 
 NVIDIA_SMI = """#!{python}
-import itertools, sys, time
+import pathlib, sys, time
 assert "--id=GPU-1234" in sys.argv and "--format=csv,noheader,nounits" in sys.argv, sys.argv
-for look in itertools.count():
-    print("1980, 120.50, 0x0000000000000000" if look < 4 else "1410, 694.25, 0x0000000000000004", flush=True)
-    time.sleep(0.01)
+for look in range(40):
+    print("1980, 120.50, 0x0000000000000000" if look < 8 else "1410, 694.25, 0x0000000000000004", flush=True)
+pathlib.Path(sys.argv[0]).with_name("looked").touch()
+time.sleep(600)
 """
 
 
@@ -89,20 +90,34 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_clock_and_power_are_those_while_something_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first quarter of the looks is left out."""
+@pytest.fixture
+def nvidia_smi(one_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(NVIDIA_SMI.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.timeout(30)
+def test_a_run_that_fails_is_watched_no_longer() -> None:
+    def run() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        gpu_power(run, CPU)
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_clock_and_power_are_those_while_something_runs(tmp_path: Path) -> None:
+    """The first quarter of the looks is left out."""
     runs: list[float] = []
 
     def run() -> None:
-        time.sleep(0.5)
         runs.append(time.monotonic())
+        while not (tmp_path / "looked").exists():
+            assert time.monotonic() < runs[0] + 30
+            time.sleep(0.01)
 
     assert gpu_power(run, CPU) == Power(watts=694.25, mhz=1410, capped=1)
     assert len(runs) == 1
