@@ -183,8 +183,17 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, list[Row]]:
         raise SystemExit("bench.decode: torch sees no CUDA device; run it on a GPU machine, or with --tiny")
     else:
         output, repeats = (33, 1) if args.quick else (256, args.repeats)
-        watched = args.busy, args.power, args.kernels
-        work = Workload(LLAMA_3_8B, torch.bfloat16, device, 128, output, repeats, *watched)
+        work = Workload(
+            LLAMA_3_8B,
+            torch.bfloat16,
+            device,
+            prompt=128,
+            output=output,
+            repeats=repeats,
+            busy=args.busy,
+            power=args.power,
+            kernels=args.kernels,
+        )
     known = {row.key for row in rows}
     unknown = [key for key in args.rows or () if key not in known]
     if unknown:

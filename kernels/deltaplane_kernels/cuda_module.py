@@ -85,9 +85,9 @@ class CudaKernel:
     """A kernel that takes one structure by value.
 
     resident_blocks: blocks that the GPU holds at once.
-    attributes: of each launch. From compute capability 9 on a kernel may start before those ahead of it, in
-        its stream or joined by events in a graph, have ended (programmatic dependent launch). The kernel
-        itself waits for them (griddepcontrol.wait) before it touches what they read or write.
+    attributes: of each launch. From compute capability 9 on a kernel may start before the one ahead of it in
+        its stream has ended (programmatic dependent launch). The kernel itself waits for that one
+        (griddepcontrol.wait) before it touches what that one reads or writes.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ class CudaLora:
         step that was staged last.
         Errors: ValueError for tensors of another shape, dtype, device or alignment; KernelError.
         """
-        self._end_shrink(layer, linear, x)
+        self._shrink_unless_begun(layer, linear, x)
         self._launch_expand(layer, linear, y)
 
     def add_delta_rms_norm(
@@ -225,7 +225,7 @@ class CudaLora:
             self._check_operand(name, operand, self._layout.placements[linear].linear.out_features)
         if not residual.is_contiguous():
             raise RuntimeError(f"residual must be contiguous; its strides are {residual.stride()}")
-        self._end_shrink(layer, linear, x)
+        self._shrink_unless_begun(layer, linear, x)
         launch = self._launches[layer, linear]
         launch.y, launch.y_pitch = y.data_ptr(), y.stride(0)
         return fused.launch(
@@ -237,8 +237,8 @@ class CudaLora:
             operands=partial(_described, layer, linear, "y", y),
         )
 
-    def _end_shrink(self, layer: int, linear: str, x: Tensor) -> None:
-        """Shrink of x is launched now, where base_product has not done so."""
+    def _shrink_unless_begun(self, layer: int, linear: str, x: Tensor) -> None:
+        """Launches shrink of x, where base_product has not done so. Nothing is begun any more then."""
         begun = self._begun
         if begun is None:
             self._launch_shrink(layer, linear, x)

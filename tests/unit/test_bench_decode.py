@@ -85,17 +85,22 @@ time.sleep(600)
 
 
 @pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whose tools there is no more than a test puts there."""
     properties = SimpleNamespace(uuid="1234")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def put_nvidia_smi(folder: Path, program: str) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(program)
+    path.chmod(0o755)
 
 
 @pytest.fixture
-def nvidia_smi(one_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+def nvidia_smi(one_gpu: None, tmp_path: Path) -> None:
+    put_nvidia_smi(tmp_path, NVIDIA_SMI.format(python=sys.executable))
 
 
 @pytest.mark.usefixtures("nvidia_smi")
@@ -125,13 +130,9 @@ def test_clock_and_power_are_those_while_something_runs(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("program", [None, "#!/bin/sh\necho Field is not a valid field to query.; exit 2\n"])
-def test_what_no_nvidia_smi_tells_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str | None
-) -> None:
+def test_what_no_nvidia_smi_tells_is_left_out(tmp_path: Path, program: str | None) -> None:
     if program is not None:
-        (tmp_path / "nvidia-smi").write_text(program)
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+        put_nvidia_smi(tmp_path, program)
     runs: list[int] = []
     assert gpu_power(lambda: runs.append(1), CPU) is None
     assert runs == [1]

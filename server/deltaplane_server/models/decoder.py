@@ -60,7 +60,7 @@ class LoraStep(Protocol):
         ...
 
     def base_product(self, layer: int, linear: str, x: Tensor, base: BaseProduct) -> Tensor:
-        """base(x), and beside it what add_delta of the same x, the next call, needs no y for."""
+        """base(x), and what add_delta of the same x, the next call, needs no y for."""
         ...
 
     def add_delta(self, layer: int, linear: str, x: Tensor, y: Tensor) -> None:
